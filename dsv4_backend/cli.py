@@ -1,0 +1,22 @@
+"""The console script `dsv4`."""
+
+from __future__ import annotations
+
+import typer
+
+from dsv4_backend.commands import doctor, verify
+
+app = typer.Typer(
+    name="dsv4",
+    help="DeepSeek-V4 compressed attention: plans, metadata, kernels; verified and measured.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+app.command("doctor")(doctor.doctor)
+app.add_typer(verify.app, name="verify")
+
+
+def main() -> None:
+    """Entry point of the console script."""
+    app()

@@ -1,0 +1,1 @@
+"""The commands of `dsv4`, a file each."""

@@ -1,0 +1,57 @@
+"""`dsv4 doctor`: what this machine can run, and why not."""
+
+from __future__ import annotations
+
+import importlib.util
+import platform
+from importlib import metadata
+
+import torch
+from rich.console import Console
+from rich.table import Table
+
+PACKAGES = ("torch", "triton", "numpy", "einops", "rich", "typer", "matplotlib", "flashinfer-python")
+
+
+def doctor() -> None:
+    """Say what this machine can run, and why not."""
+    console = Console(soft_wrap=True)
+    versions = Table("package", "version", box=None)
+    for name in ("dsv4-backend", *PACKAGES):
+        versions.add_row(name, _version(name))
+    console.print(versions)
+    console.print(f"Python {platform.python_version()} on {platform.system()} {platform.machine()}")
+    console.print(_gpu())
+
+    features = Table("feature", "runs here", "why, or how to get it", box=None)
+    for feature, runs, why in _features():
+        features.add_row(feature, "[green]yes[/]" if runs else "[red]no[/]", why)
+    console.print(features)
+
+
+def _features() -> list[tuple[str, bool, str]]:
+    plot = importlib.util.find_spec("matplotlib") is not None
+    return [
+        ('planner, impl="torch"', True, "runs on any device that torch has"),
+        ("dsv4 replay, dsv4 verify plans", True, "on the CPU, and on a CUDA GPU where there is one"),
+        ("dsv4 replay --plot", plot, "matplotlib is here" if plot else "pip install 'dsv4-backend[bench]'"),
+    ]
+
+
+def _gpu() -> str:
+    if not torch.cuda.is_available():
+        return "GPU: none that torch can use; --device cuda will be refused"
+    names = []
+    for i in range(torch.cuda.device_count()):
+        p = torch.cuda.get_device_properties(i)
+        names.append(f"{p.name} (sm_{p.major}{p.minor}, {p.multi_processor_count} SMs, {p.total_memory / 2**30:.0f} GiB)")
+    return f"GPU: {', '.join(names)}; CUDA {torch.version.cuda}"
+
+
+def _version(name: str) -> str:
+    try:
+        return metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return "-"
+
+

@@ -1,0 +1,44 @@
+"""`dsv4 verify`: compares what we compute with a folder of goldens."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.markup import escape
+
+from dsv4_backend.commands.common import DeviceOption, ImplOption, clean_errors, pick_device
+from dsv4_backend.dispatch import resolve_impl
+from dsv4_backend.goldens import load_plan_goldens
+from dsv4_backend.verify import verify_plan
+
+app = typer.Typer(help="Compare what this machine computes with a folder of goldens.", no_args_is_help=True)
+
+
+@app.callback()
+def _group() -> None:
+    """Keeps `verify` a group while it has a single command."""
+
+
+@app.command()
+def plans(
+    directory: Annotated[Path, typer.Argument(metavar="DIR", help="Folder with plan goldens (*.npz).")],
+    impl: ImplOption = "auto",
+    device: DeviceOption = "auto",
+) -> None:
+    """Check compression plans. Exit code 1: a difference. 2: nothing to check, or a file that cannot be read."""
+    with clean_errors():
+        where = pick_device(device)
+        chosen = resolve_impl(impl, where)
+        goldens = load_plan_goldens(directory)
+    console = Console(highlight=False, soft_wrap=True)
+    failed = 0
+    for golden in goldens:
+        difference = verify_plan(golden, chosen, where)
+        failed += difference is not None
+        verdict = "[green]ok[/]  " if difference is None else "[red]DIFF[/]"
+        console.print(f"{verdict} {golden.name}{'' if difference is None else ': ' + escape(difference)}")
+    console.print(f"{len(goldens)} checked, {len(goldens) - failed} equal, {failed} different (impl {chosen}, {where})")
+    raise typer.Exit(1 if failed else 0)

@@ -1,0 +1,98 @@
+"""Reads goldens: inputs and right answers that other implementations produced."""
+
+from __future__ import annotations
+
+import zipfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from dsv4_backend.geometry import READ_WINDOW, CacheGeometry
+from dsv4_backend.tables import RequestTables
+
+
+@dataclass(frozen=True)
+class PlanGolden:
+    """One batch and its plan of one ratio.
+
+    Attributes:
+        arrays: the file's arrays by name (tests/goldens/README.md explains them).
+        req_to_token, full_to_swa: the tables it shares with other files.
+    """
+
+    name: str
+    arrays: dict[str, np.ndarray]
+    req_to_token: np.ndarray
+    full_to_swa: np.ndarray
+
+    @property
+    def kind(self) -> str:
+        """"prefill" or "decode"."""
+        return str(self.arrays["kind"])
+
+    @property
+    def ratio(self) -> int:
+        return int(self.arrays["compress_ratio"])
+
+    @property
+    def geometry(self) -> CacheGeometry:
+        """The file's ring, with the smallest ring for the other ratio."""
+        rings = {f"c{r}_ring": int(self.arrays["ring_size"]) if r == self.ratio else w for r, w in READ_WINDOW.items()}
+        return CacheGeometry(swa_page_size=int(self.arrays["swa_page_size"]), **rings)
+
+    def tables(self, device: torch.device | str) -> RequestTables:
+        return RequestTables(
+            torch.from_numpy(self.req_to_token).to(device), torch.from_numpy(self.full_to_swa).to(device)
+        )
+
+    def tensor(self, name: str, device: torch.device | str) -> torch.Tensor:
+        return torch.from_numpy(self.arrays[name]).to(device)
+
+
+_COMMON = {"kind", "compress_ratio", "swa_page_size", "ring_size", "pool_file", "req_pool_indices", "seq_lens"}
+_REQUIRED = {
+    "prefill": _COMMON
+    | {"extend_lens", "num_q_tokens", "planner_path", "exp_plan_c", "exp_plan_c_pages_meaningful", "exp_plan_w"},
+    "decode": _COMMON | {"exp_plan_d"},
+}
+
+
+def load_plan_goldens(directory: Path) -> list[PlanGolden]:
+    """All plan goldens of a folder, in order of name.
+
+    Raises:
+        ValueError: the folder is missing, holds none, or one of its files is not a readable golden.
+    """
+    if not directory.is_dir():
+        raise ValueError(f"{directory}: expected a folder of goldens, got {'a file' if directory.exists() else 'nothing'}")
+    pools: dict[str, dict[str, np.ndarray]] = {}
+    goldens = []
+    for path in sorted(directory.glob("*.npz")):
+        if path.name.startswith("pool_"):
+            continue
+        arrays = _load(path)
+        kind = str(arrays.get("kind", "nothing"))
+        missing = sorted(_REQUIRED.get(kind, {"kind"}) - arrays.keys())
+        if kind not in _REQUIRED or missing:
+            raise ValueError(f"{path}: expected a plan golden, got kind {kind!r} without {', '.join(missing)}")
+        pool_file = str(arrays["pool_file"])
+        if pool_file not in pools:
+            pools[pool_file] = _load(directory / pool_file)
+        pool = pools[pool_file]
+        if not {"req_to_token", "full_to_state"} <= pool.keys():
+            raise ValueError(f"{directory / pool_file}: expected req_to_token and full_to_state, got {sorted(pool)}")
+        goldens.append(PlanGolden(path.stem, arrays, pool["req_to_token"], pool["full_to_state"]))
+    if not goldens:
+        raise ValueError(f"{directory}: expected at least one golden (*.npz), got none")
+    return goldens
+
+
+def _load(path: Path) -> dict[str, Any]:
+    try:
+        with np.load(path, allow_pickle=False) as file:
+            return {name: file[name] for name in file.files}
+    except (OSError, ValueError, EOFError, zipfile.BadZipFile, AttributeError) as error:
+        raise ValueError(f"{path}: expected a readable .npz file, got {type(error).__name__}: {error}") from error

@@ -1,0 +1,211 @@
+"""Compression plans of a batch: one call for both ratios.
+
+Which rows complete an entry, which rows are kept as state, and where: spec "Plans" 5.2, with the rules of SGLang
+0.5.23. The semantics live in `dsv4_backend.reference.planner`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+
+from dsv4_backend import dispatch
+from dsv4_backend.geometry import RATIOS, CacheGeometry
+from dsv4_backend.plans import DecodePlans, PrefillPlan, check_num_rows, check_ratios, compress_dtype
+from dsv4_backend.tables import RequestTables
+from dsv4_backend.validation import INT_DTYPES, expect_tensor
+
+
+def plan_prefill(
+    seq_lens: torch.Tensor,
+    extend_lens: torch.Tensor,
+    req_pool_indices: torch.Tensor,
+    tables: RequestTables,
+    geom: CacheGeometry,
+    num_rows: int | None = None,
+    ratios: Iterable[int] = RATIOS,
+    impl: str = "auto",
+    out: PrefillPlan | None = None,
+) -> PrefillPlan:
+    """Plans a batch in which request b adds its last `extend_lens[b]` tokens (prefill, chunked or not, and verify).
+
+    Args:
+        seq_lens: int32 or int64 [B], any stride. Length of each request once the batch is done (prefix + extend). Here
+            verify lengths include the draft tokens.
+        extend_lens: int32 or int64 [B], any stride. Rows of each request in the batch; 0 plans nothing for it.
+        req_pool_indices: int32 or int64 [B], on the tables' device. Rows of `tables.req_to_token`.
+        tables: where the tokens are.
+        geom: cache geometry.
+        num_rows: rows that each list has room for, at least the sum of the extend lengths (a padded bucket has more).
+            None: that sum, which needs host lengths.
+        ratios: a selection of (4, 128).
+        impl: "auto" (Triton on a GPU, torch on a CPU), "triton" or "torch".
+        out: buffers to write into, of exactly this `num_rows`, `ratios` and device; None allocates.
+
+    Returns:
+        `out`, or a new plan. Rows are in ascending (request, position) order and the same on every run.
+
+    `seq_lens` and `extend_lens` are both on the host or both on the tables' device. Host lengths are checked here.
+    Device lengths cannot be without a sync: a request whose id or length is out of range is planned as if its extend
+    length were 0, a batch with more than `num_rows` rows is planned as if all were, and `plan.check()` raises.
+
+    Raises:
+        ValueError: before anything is computed; the message says what was expected and what came.
+    """
+    ratios = check_ratios(ratios)
+    batch_size = _check_requests(req_pool_indices, tables)
+    for name, lens in (("seq_lens", seq_lens), ("extend_lens", extend_lens)):
+        expect_tensor(name, lens, dtypes=INT_DTYPES, ndim=1, size=batch_size)
+    if seq_lens.device != extend_lens.device:
+        raise ValueError(
+            f"seq_lens and extend_lens: expected both on one device, got {seq_lens.device} and {extend_lens.device}"
+        )
+    if seq_lens.device.type == "cpu":
+        num_rows = _check_host_lengths(seq_lens, extend_lens, tables, num_rows)
+    elif seq_lens.device != tables.device:
+        raise ValueError(f"seq_lens: expected a tensor on cpu or {tables.device}, got one on {seq_lens.device}")
+    elif num_rows is None:
+        raise ValueError("num_rows: expected an int, since the lengths are on the device; got None")
+    num_rows = check_num_rows(num_rows)
+    _check_host_ids(req_pool_indices, tables)
+    plan_fn = dispatch.planner(impl, tables.device).plan_prefill
+
+    if out is None:
+        out = PrefillPlan.empty(num_rows, ratios, tables.device)
+    else:
+        _check_prefill_out(out, num_rows, ratios, tables.device)
+    if seq_lens.device != tables.device:
+        seq_lens, extend_lens = torch.stack((seq_lens.long(), extend_lens.long())).to(tables.device).unbind()
+    plan_fn(
+        seq_lens=seq_lens,
+        extend_lens=extend_lens,
+        req_pool_indices=req_pool_indices,
+        tables=tables,
+        geom=geom,
+        num_rows=num_rows,
+        out=out,
+    )
+    return out
+
+
+def plan_decode(
+    seq_lens: torch.Tensor,
+    req_pool_indices: torch.Tensor,
+    tables: RequestTables,
+    geom: CacheGeometry,
+    ratios: Iterable[int] = RATIOS,
+    impl: str = "auto",
+    out: DecodePlans | None = None,
+) -> DecodePlans:
+    """Plans a batch with one new token a request; every request gets a row.
+
+    Args:
+        seq_lens: int32 or int64 [B], any stride, on the tables' device. Lengths that count the new token, at least 1.
+        req_pool_indices: int32 or int64 [B], on the tables' device. Rows of `tables.req_to_token`.
+        tables, geom, ratios, impl, out: as for `plan_prefill`.
+
+    Tensors on a CPU are checked here. On a GPU a request whose id or length is out of range is planned as the padding
+    request (request 0, length 1), and `plan.check()` raises.
+
+    Raises:
+        ValueError: before anything is computed; the message says what was expected and what came.
+    """
+    ratios = check_ratios(ratios)
+    batch_size = _check_requests(req_pool_indices, tables)
+    expect_tensor("seq_lens", seq_lens, dtypes=INT_DTYPES, ndim=1, size=batch_size, device=tables.device)
+    if seq_lens.device.type == "cpu":
+        _expect_range("seq_lens", seq_lens, 1, tables.max_seq_len, "columns of req_to_token")
+    _check_host_ids(req_pool_indices, tables)
+    plan_fn = dispatch.planner(impl, tables.device).plan_decode
+
+    if out is None:
+        out = DecodePlans.empty(batch_size, ratios, tables.device)
+    else:
+        _check_decode_out(out, batch_size, ratios, tables.device)
+    plan_fn(seq_lens=seq_lens, req_pool_indices=req_pool_indices, tables=tables, geom=geom, out=out)
+    return out
+
+
+def _check_requests(req_pool_indices: torch.Tensor, tables: RequestTables) -> int:
+    expect_tensor("req_pool_indices", req_pool_indices, dtypes=INT_DTYPES, ndim=1, device=tables.device)
+    return req_pool_indices.shape[0]
+
+
+def _check_host_ids(req_pool_indices: torch.Tensor, tables: RequestTables) -> None:
+    if req_pool_indices.device.type == "cpu":
+        _expect_range("req_pool_indices", req_pool_indices, 0, tables.num_requests - 1, "rows of req_to_token")
+
+
+def _check_host_lengths(
+    seq_lens: torch.Tensor, extend_lens: torch.Tensor, tables: RequestTables, num_rows: int | None
+) -> int:
+    """Checks lengths that lie on the host and returns the number of rows to plan for."""
+    if tables.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        raise ValueError(
+            f"seq_lens: expected a tensor on {tables.device} while a CUDA graph is captured, got one on cpu, whose "
+            "values a replay would not read again"
+        )
+    _expect_range("seq_lens", seq_lens, 0, tables.max_seq_len, "columns of req_to_token")
+    _expect_range("extend_lens", extend_lens, 0, tables.max_seq_len, "columns of req_to_token")
+    too_long = (extend_lens > seq_lens).nonzero()
+    if len(too_long):
+        b = int(too_long[0])
+        raise ValueError(
+            f"extend_lens[{b}]: expected at most seq_lens[{b}] = {int(seq_lens[b])}, got {int(extend_lens[b])}"
+        )
+    total = int(extend_lens.sum())
+    if num_rows is None:
+        return total
+    if check_num_rows(num_rows) < total:
+        raise ValueError(f"num_rows: expected at least the sum of extend_lens, {total}, got {num_rows}")
+    return num_rows
+
+
+def _expect_range(name: str, values: torch.Tensor, low: int, high: int, limit: str) -> None:
+    bad = ((values < low) | (values > high)).nonzero()
+    if len(bad):
+        b = int(bad[0])
+        raise ValueError(f"{name}[{b}]: expected {low} to {high} ({limit}), got {int(values[b])}")
+
+
+def _check_prefill_out(out: PrefillPlan, num_rows: int, ratios: tuple[int, ...], device: torch.device) -> None:
+    if not isinstance(out, PrefillPlan):
+        raise ValueError(f"out: expected a PrefillPlan, got {type(out).__name__}")
+    _check_out_ratios(out, ratios)
+    expect = {"header": ((8,), torch.int32), "error": ((1,), torch.int32)}
+    for ratio in ratios:
+        expect[f"c{ratio}.compress"] = ((num_rows, compress_dtype(num_rows).itemsize), torch.uint8)
+        expect[f"c{ratio}.write"] = ((num_rows, 8), torch.uint8)
+    _check_out_tensors(out, expect, device)
+
+
+def _check_decode_out(out: DecodePlans, batch_size: int, ratios: tuple[int, ...], device: torch.device) -> None:
+    if not isinstance(out, DecodePlans):
+        raise ValueError(f"out: expected a DecodePlans, got {type(out).__name__}")
+    _check_out_ratios(out, ratios)
+    expect = {"error": ((1,), torch.int32)} | {f"c{r}.rows": ((batch_size, 16), torch.uint8) for r in ratios}
+    _check_out_tensors(out, expect, device)
+
+
+def _check_out_ratios(out: PrefillPlan | DecodePlans, ratios: tuple[int, ...]) -> None:
+    held = tuple(r for r in RATIOS if out.ratio(r) is not None)
+    if held != tuple(sorted(ratios)):
+        raise ValueError(f"out: expected a plan of the ratios {tuple(sorted(ratios))}, got one of {held}")
+
+
+def _check_out_tensors(
+    out: PrefillPlan | DecodePlans, expect: dict[str, tuple[tuple[int, ...], torch.dtype]], device: torch.device
+) -> None:
+    for path, (shape, dtype) in expect.items():
+        owner: object = out
+        for part in path.split("."):
+            owner = getattr(owner, part)
+        tensor = expect_tensor(f"out.{path}", owner, dtypes=(dtype,), ndim=len(shape), device=device)
+        if tuple(tensor.shape) != shape or not tensor.is_contiguous():
+            raise ValueError(
+                f"out.{path}: expected a contiguous tensor of shape {list(shape)}, got shape {list(tensor.shape)}, "
+                f"strides {list(tensor.stride())}"
+            )
+        if tensor.data_ptr() % 16:
+            raise ValueError(f"out.{path}: expected an address that is a multiple of 16, got {tensor.data_ptr():#x}")

@@ -1,0 +1,219 @@
+"""Plan containers: which rows complete a compressed entry, and which rows are kept as state.
+
+Byte layouts are SGLang's, little endian (spec "Plans" 5.1), so that its kernels read our plans as they are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from dsv4_backend.geometry import RATIOS
+
+PACKED_MAX_ROWS = 65_536
+"""The packed layout holds a row id in 16 bits; plans with more rows use the wide one."""
+
+INVALID = 0xFFFFFFFF
+"""`seq_len` of a compress row and `ragged_id` of a write row that are not in use."""
+
+# The same markers as the 32-bit words of a row.
+INVALID_PACKED_WORDS = (-1, 0, -1, -1)
+INVALID_WIDE_WORDS = (-1, 0, 0, -1, -1)
+INVALID_WRITE_WORDS = (-1, -1)
+
+PACKED_COMPRESS = np.dtype(
+    [("seq_len", "<u4"), ("ragged_id", "<u2"), ("buffer_len", "<u2"), ("read_page_0", "<i4"), ("read_page_1", "<i4")]
+)
+WIDE_COMPRESS = np.dtype(
+    [("seq_len", "<u4"), ("ragged_id", "<u4"), ("buffer_len", "<u4"), ("read_page_0", "<i4"), ("read_page_1", "<i4")]
+)
+WRITE = np.dtype([("ragged_id", "<u4"), ("write_loc", "<i4")])
+DECODE = np.dtype([("seq_len", "<u4"), ("write_loc", "<i4"), ("read_page_0", "<i4"), ("read_page_1", "<i4")])
+
+HEADER_FIELDS = (
+    "min_extend",
+    "max_extend",
+    "total_tokens",
+    "is_uniform",
+    "c4_compress_rows",
+    "c4_write_rows",
+    "c128_compress_rows",
+    "c128_write_rows",
+)
+
+ERROR_LENGTHS = 1
+ERROR_SLOT = 2
+ERROR_TEXT = {
+    ERROR_LENGTHS: "a length or request id was out of range (negative, longer than the table, or more rows than "
+    "num_rows); the requests concerned were planned as padding",
+    ERROR_SLOT: "a slot in req_to_token lies beyond full_to_swa; it was read as window slot 0",
+}
+
+
+def compress_dtype(num_rows: int) -> np.dtype:
+    """Record layout of a compress list with room for `num_rows` rows."""
+    return PACKED_COMPRESS if num_rows <= PACKED_MAX_ROWS else WIDE_COMPRESS
+
+
+def check_ratios(ratios: Iterable[int]) -> tuple[int, ...]:
+    """`ratios` as a tuple; ValueError when one is not 4 or 128, or is there twice."""
+    found = tuple(ratios)
+    if any(r not in RATIOS for r in found) or len(set(found)) != len(found):
+        raise ValueError(f"ratios: expected a selection of {RATIOS}, each at most once, got {found}")
+    return found
+
+
+@dataclass(frozen=True)
+class CompressPlan:
+    """The rows of one ratio in a batch with several rows a request.
+
+    Attributes:
+        compress: uint8 [num_rows, 16] (packed) or [num_rows, 20] (wide, above 65,536 rows). Rows that complete an
+            entry, ascending by row id, then invalid markers (seq_len 0xFFFFFFFF, row id and buffer_len 0, pages -1).
+        write: uint8 [num_rows, 8]. Rows kept as state, ascending, then invalid markers (0xFFFFFFFF, -1).
+    """
+
+    ratio: int
+    compress: torch.Tensor
+    write: torch.Tensor
+
+    def compress_records(self) -> np.ndarray:
+        """The valid compress rows on the host: seq_len, ragged_id, buffer_len, read_page_0, read_page_1.
+
+        seq_len: position + 1 of the completing row. ragged_id: its row in the batch. buffer_len: how many of the
+        first tokens of its read window come from the state ring. read_page_0, read_page_1: groups of `ratio` state
+        rows that hold the previous and the own group; both -1 where buffer_len is 0, since nothing is read.
+        """
+        rows = _to_records(self.compress, compress_dtype(self.compress.shape[0]))
+        return rows[rows["seq_len"] != INVALID]
+
+    def write_records(self) -> np.ndarray:
+        """The valid write rows on the host: ragged_id, write_loc (state row; negative: not to be written)."""
+        rows = _to_records(self.write, WRITE)
+        return rows[rows["ragged_id"] != INVALID]
+
+
+@dataclass(frozen=True)
+class PrefillPlan:
+    """Plans of a batch with any number of rows a request (prefill, verify).
+
+    Attributes:
+        header: int32 [8], see `HEADER_FIELDS`.
+        error: int32 [1]. Set, never cleared, by planning; see `check`.
+        c4, c128: CompressPlan, or None for a ratio not asked for.
+    """
+
+    header: torch.Tensor
+    error: torch.Tensor
+    c4: CompressPlan | None
+    c128: CompressPlan | None
+
+    @classmethod
+    def empty(
+        cls, num_rows: int, ratios: Iterable[int] = RATIOS, device: torch.device | str = "cpu"
+    ) -> PrefillPlan:
+        """Buffers for `out=`: room for `num_rows` rows, contents undefined but for the error flag, which is clear.
+
+        Raises:
+            ValueError: a negative `num_rows`, or a ratio other than 4 and 128.
+        """
+        num_rows, ratios = check_num_rows(num_rows), check_ratios(ratios)
+        compress_bytes = compress_dtype(num_rows).itemsize
+        plans = {
+            ratio: CompressPlan(
+                ratio,
+                torch.empty((num_rows, compress_bytes), dtype=torch.uint8, device=device),
+                torch.empty((num_rows, WRITE.itemsize), dtype=torch.uint8, device=device),
+            )
+            for ratio in ratios
+        }
+        return cls(
+            header=torch.empty(len(HEADER_FIELDS), dtype=torch.int32, device=device),
+            error=torch.zeros(1, dtype=torch.int32, device=device),
+            c4=plans.get(4),
+            c128=plans.get(128),
+        )
+
+    def ratio(self, ratio: int) -> CompressPlan | None:
+        """`c4` or `c128` by number."""
+        return {4: self.c4, 128: self.c128}[ratio]
+
+    def check(self) -> None:
+        """Waits for the device and raises ValueError if planning into these buffers met a bad input since the last
+        check; clears the flag."""
+        check_error(self.error)
+
+
+@dataclass(frozen=True)
+class DecodePlan:
+    """The rows of one ratio in a batch with one row a request.
+
+    Attributes:
+        rows: uint8 [B, 16], one a request. A reader compresses only where seq_len is a multiple of the ratio.
+    """
+
+    ratio: int
+    rows: torch.Tensor
+
+    def records(self) -> np.ndarray:
+        """The rows on the host: seq_len, write_loc, read_page_0, read_page_1."""
+        return _to_records(self.rows, DECODE)
+
+
+@dataclass(frozen=True)
+class DecodePlans:
+    """Plans of a batch with one row a request.
+
+    Attributes:
+        error: int32 [1]. Set, never cleared, by planning; see `check`.
+        c4, c128: DecodePlan, or None for a ratio not asked for.
+    """
+
+    error: torch.Tensor
+    c4: DecodePlan | None
+    c128: DecodePlan | None
+
+    @classmethod
+    def empty(
+        cls, batch_size: int, ratios: Iterable[int] = RATIOS, device: torch.device | str = "cpu"
+    ) -> DecodePlans:
+        """Buffers for `out=`; contents undefined but for the error flag, which is clear."""
+        batch_size = check_num_rows(batch_size, "batch_size")
+        plans = {
+            ratio: DecodePlan(ratio, torch.empty((batch_size, DECODE.itemsize), dtype=torch.uint8, device=device))
+            for ratio in check_ratios(ratios)
+        }
+        return cls(torch.zeros(1, dtype=torch.int32, device=device), plans.get(4), plans.get(128))
+
+    def ratio(self, ratio: int) -> DecodePlan | None:
+        """`c4` or `c128` by number."""
+        return {4: self.c4, 128: self.c128}[ratio]
+
+    def check(self) -> None:
+        """Waits for the device and raises ValueError if planning into these buffers met a bad input since the last
+        check; clears the flag."""
+        check_error(self.error)
+
+
+def check_num_rows(num_rows: object, name: str = "num_rows") -> int:
+    """`num_rows` as an int that 32-bit row ids can count; ValueError otherwise."""
+    if isinstance(num_rows, bool) or not isinstance(num_rows, int):
+        raise ValueError(f"{name}: expected an int, got {num_rows!r}")
+    if not 0 <= num_rows < 2**31:
+        raise ValueError(f"{name}: expected a number from 0 to 2^31 - 1, got {num_rows}")
+    return num_rows
+
+
+def check_error(error: torch.Tensor) -> None:
+    """Reads an int32 [1] error flag (syncs), clears it, and raises ValueError if it was set."""
+    code = int(error.item())
+    if code:
+        error.zero_()
+        raise ValueError("device input: " + "; ".join(text for bit, text in ERROR_TEXT.items() if code & bit))
+
+
+def _to_records(rows: torch.Tensor, dtype: np.dtype) -> np.ndarray:
+    return rows.cpu().contiguous().numpy().view(dtype).reshape(-1)

@@ -1,0 +1,39 @@
+"""Checks of caller tensors, with messages that say what was expected and what came."""
+
+from __future__ import annotations
+
+import torch
+
+INT_DTYPES = (torch.int32, torch.int64)
+
+
+def expect_tensor(
+    name: str,
+    value: object,
+    *,
+    dtypes: tuple[torch.dtype, ...],
+    ndim: int,
+    size: int | None = None,
+    device: torch.device | None = None,
+) -> torch.Tensor:
+    """`value`, once it is known to be a tensor of that kind; raises ValueError otherwise.
+
+    Args:
+        name: the caller's name for it, which begins the message.
+        dtypes: accepted dtypes.
+        ndim: number of dimensions.
+        size: length of the first dimension, where it must match something.
+        device: where it must live.
+    """
+    if not isinstance(value, torch.Tensor):
+        raise ValueError(f"{name}: expected a torch.Tensor, got {type(value).__name__}")
+    if value.dtype not in dtypes:
+        names = " or ".join(str(d).removeprefix("torch.") for d in dtypes)
+        raise ValueError(f"{name}: expected dtype {names}, got {str(value.dtype).removeprefix('torch.')}")
+    if value.ndim != ndim:
+        raise ValueError(f"{name}: expected {ndim} dimension{'s' * (ndim != 1)}, got shape {list(value.shape)}")
+    if size is not None and value.shape[0] != size:
+        raise ValueError(f"{name}: expected {size} elements, got {value.shape[0]}")
+    if device is not None and value.device != device:
+        raise ValueError(f"{name}: expected a tensor on {device}, got one on {value.device}")
+    return value
