@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import typer
 
-from dsv4_backend.commands import doctor, verify
+from dsv4_backend.commands import bench, doctor, verify
 
 app = typer.Typer(
     name="dsv4",
@@ -15,6 +15,7 @@ app = typer.Typer(
 )
 app.command("doctor")(doctor.doctor)
 app.add_typer(verify.app, name="verify")
+app.add_typer(bench.app, name="bench")
 
 
 def main() -> None:

@@ -30,7 +30,7 @@ class PlanGolden:
 
     @property
     def kind(self) -> str:
-        """"prefill" or "decode"."""
+        """ "prefill" or "decode"."""
         return str(self.arrays["kind"])
 
     @property
@@ -67,7 +67,9 @@ def load_plan_goldens(directory: Path) -> list[PlanGolden]:
         ValueError: the folder is missing, holds none, or one of its files is not a readable golden.
     """
     if not directory.is_dir():
-        raise ValueError(f"{directory}: expected a folder of goldens, got {'a file' if directory.exists() else 'nothing'}")
+        raise ValueError(
+            f"{directory}: expected a folder of goldens, got {'a file' if directory.exists() else 'nothing'}"
+        )
     pools: dict[str, dict[str, np.ndarray]] = {}
     goldens = []
     for path in sorted(directory.glob("*.npz")):

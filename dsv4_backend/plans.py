@@ -5,16 +5,21 @@ Byte layouts are SGLang's, little endian (spec "Plans" 5.1), so that its kernels
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 import torch
 
 from dsv4_backend.geometry import RATIOS
+from dsv4_backend.validation import expect_tensor
 
 PACKED_MAX_ROWS = 65_536
 """The packed layout holds a row id in 16 bits; plans with more rows use the wide one."""
+
+MAX_ROWS = 2**30
+"""Kernels count rows in signed 32-bit integers, and look one block ahead."""
 
 INVALID = 0xFFFFFFFF
 """`seq_len` of a compress row and `ragged_id` of a write row that are not in use."""
@@ -24,12 +29,9 @@ INVALID_PACKED_WORDS = (-1, 0, -1, -1)
 INVALID_WIDE_WORDS = (-1, 0, 0, -1, -1)
 INVALID_WRITE_WORDS = (-1, -1)
 
-PACKED_COMPRESS = np.dtype(
-    [("seq_len", "<u4"), ("ragged_id", "<u2"), ("buffer_len", "<u2"), ("read_page_0", "<i4"), ("read_page_1", "<i4")]
-)
-WIDE_COMPRESS = np.dtype(
-    [("seq_len", "<u4"), ("ragged_id", "<u4"), ("buffer_len", "<u4"), ("read_page_0", "<i4"), ("read_page_1", "<i4")]
-)
+COMPRESS_FIELDS = ("seq_len", "ragged_id", "buffer_len", "read_page_0", "read_page_1")
+PACKED_COMPRESS = np.dtype(list(zip(COMPRESS_FIELDS, ("<u4", "<u2", "<u2", "<i4", "<i4"), strict=True)))
+WIDE_COMPRESS = np.dtype(list(zip(COMPRESS_FIELDS, ("<u4", "<u4", "<u4", "<i4", "<i4"), strict=True)))
 WRITE = np.dtype([("ragged_id", "<u4"), ("write_loc", "<i4")])
 DECODE = np.dtype([("seq_len", "<u4"), ("write_loc", "<i4"), ("read_page_0", "<i4"), ("read_page_1", "<i4")])
 
@@ -80,6 +82,21 @@ class CompressPlan:
     compress: torch.Tensor
     write: torch.Tensor
 
+    def __post_init__(self) -> None:
+        rows = self.compress.shape[0] if isinstance(self.compress, torch.Tensor) and self.compress.ndim else 0
+        _expect_buffer(f"c{self.ratio}.compress", self.compress, (rows, compress_dtype(rows).itemsize), torch.uint8)
+        _expect_buffer(f"c{self.ratio}.write", self.write, (rows, WRITE.itemsize), torch.uint8, self.compress.device)
+
+    @cached_property
+    def compress_words(self) -> torch.Tensor:
+        """`compress` as 32-bit words: int32 [num_rows, 4 or 5]."""
+        return self.compress.view(torch.int32)
+
+    @cached_property
+    def write_words(self) -> torch.Tensor:
+        """`write` as 32-bit words: int32 [num_rows, 2]."""
+        return self.write.view(torch.int32)
+
     def compress_records(self) -> np.ndarray:
         """The valid compress rows on the host: seq_len, ragged_id, buffer_len, read_page_0, read_page_1.
 
@@ -111,10 +128,32 @@ class PrefillPlan:
     c4: CompressPlan | None
     c128: CompressPlan | None
 
+    def __post_init__(self) -> None:
+        _expect_buffer("header", self.header, (len(HEADER_FIELDS),), torch.int32)
+        _expect_buffer("error", self.error, (1,), torch.int32, self.device)
+        _expect_ratios(self.c4, self.c128, CompressPlan)
+        for plan in (self.c4, self.c128):
+            if plan is not None:
+                shape = (self.num_rows, compress_dtype(self.num_rows or 0).itemsize)
+                _expect_buffer(f"c{plan.ratio}.compress", plan.compress, shape, torch.uint8, self.device)
+
+    @property
+    def device(self) -> torch.device:
+        return self.header.device
+
+    @cached_property
+    def ratios(self) -> tuple[int, ...]:
+        """The ratios planned, ascending."""
+        return _held_ratios(self)
+
+    @cached_property
+    def num_rows(self) -> int | None:
+        """Rows that each list has room for; None in a plan of no ratio, which has no lists."""
+        plan = self.c4 or self.c128
+        return None if plan is None else plan.compress.shape[0]
+
     @classmethod
-    def empty(
-        cls, num_rows: int, ratios: Iterable[int] = RATIOS, device: torch.device | str = "cpu"
-    ) -> PrefillPlan:
+    def empty(cls, num_rows: int, ratios: Iterable[int] = RATIOS, device: torch.device | str = "cpu") -> PrefillPlan:
         """Buffers for `out=`: room for `num_rows` rows, contents undefined but for the error flag, which is clear.
 
         Raises:
@@ -141,6 +180,14 @@ class PrefillPlan:
         """`c4` or `c128` by number."""
         return {4: self.c4, 128: self.c128}[ratio]
 
+    def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Names and tensors of everything planning writes, but for the error flag."""
+        yield "header", self.header
+        for plan in (self.c4, self.c128):
+            if plan is not None:
+                yield f"c{plan.ratio}.compress", plan.compress
+                yield f"c{plan.ratio}.write", plan.write
+
     def check(self) -> None:
         """Waits for the device and raises ValueError if planning into these buffers met a bad input since the last
         check; clears the flag."""
@@ -157,6 +204,15 @@ class DecodePlan:
 
     ratio: int
     rows: torch.Tensor
+
+    def __post_init__(self) -> None:
+        rows = self.rows.shape[0] if isinstance(self.rows, torch.Tensor) and self.rows.ndim else 0
+        _expect_buffer(f"c{self.ratio}.rows", self.rows, (rows, DECODE.itemsize), torch.uint8)
+
+    @cached_property
+    def words(self) -> torch.Tensor:
+        """`rows` as 32-bit words: int32 [B, 4]."""
+        return self.rows.view(torch.int32)
 
     def records(self) -> np.ndarray:
         """The rows on the host: seq_len, write_loc, read_page_0, read_page_1."""
@@ -176,10 +232,31 @@ class DecodePlans:
     c4: DecodePlan | None
     c128: DecodePlan | None
 
+    def __post_init__(self) -> None:
+        _expect_buffer("error", self.error, (1,), torch.int32)
+        _expect_ratios(self.c4, self.c128, DecodePlan)
+        for plan in (self.c4, self.c128):
+            if plan is not None:
+                shape = (self.num_rows or 0, DECODE.itemsize)
+                _expect_buffer(f"c{plan.ratio}.rows", plan.rows, shape, torch.uint8, self.device)
+
+    @property
+    def device(self) -> torch.device:
+        return self.error.device
+
+    @cached_property
+    def ratios(self) -> tuple[int, ...]:
+        """The ratios planned, ascending."""
+        return _held_ratios(self)
+
+    @cached_property
+    def num_rows(self) -> int | None:
+        """Requests that there is room for; None in a plan of no ratio."""
+        plan = self.c4 or self.c128
+        return None if plan is None else plan.rows.shape[0]
+
     @classmethod
-    def empty(
-        cls, batch_size: int, ratios: Iterable[int] = RATIOS, device: torch.device | str = "cpu"
-    ) -> DecodePlans:
+    def empty(cls, batch_size: int, ratios: Iterable[int] = RATIOS, device: torch.device | str = "cpu") -> DecodePlans:
         """Buffers for `out=`; contents undefined but for the error flag, which is clear."""
         batch_size = check_num_rows(batch_size, "batch_size")
         plans = {
@@ -192,6 +269,12 @@ class DecodePlans:
         """`c4` or `c128` by number."""
         return {4: self.c4, 128: self.c128}[ratio]
 
+    def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Names and tensors of everything planning writes, but for the error flag."""
+        for plan in (self.c4, self.c128):
+            if plan is not None:
+                yield f"c{plan.ratio}.rows", plan.rows
+
     def check(self) -> None:
         """Waits for the device and raises ValueError if planning into these buffers met a bad input since the last
         check; clears the flag."""
@@ -199,11 +282,11 @@ class DecodePlans:
 
 
 def check_num_rows(num_rows: object, name: str = "num_rows") -> int:
-    """`num_rows` as an int that 32-bit row ids can count; ValueError otherwise."""
+    """`num_rows` as an int of at most `MAX_ROWS`; ValueError otherwise."""
     if isinstance(num_rows, bool) or not isinstance(num_rows, int):
         raise ValueError(f"{name}: expected an int, got {num_rows!r}")
-    if not 0 <= num_rows < 2**31:
-        raise ValueError(f"{name}: expected a number from 0 to 2^31 - 1, got {num_rows}")
+    if not 0 <= num_rows <= MAX_ROWS:
+        raise ValueError(f"{name}: expected a number from 0 to {MAX_ROWS}, got {num_rows}")
     return num_rows
 
 
@@ -213,6 +296,34 @@ def check_error(error: torch.Tensor) -> None:
     if code:
         error.zero_()
         raise ValueError("device input: " + "; ".join(text for bit, text in ERROR_TEXT.items() if code & bit))
+
+
+def _held_ratios(plan: PrefillPlan | DecodePlans) -> tuple[int, ...]:
+    return tuple(ratio for ratio in RATIOS if plan.ratio(ratio) is not None)
+
+
+def _expect_ratios(c4: object, c128: object, kind: type[CompressPlan] | type[DecodePlan]) -> None:
+    for name, ratio, plan in (("c4", 4, c4), ("c128", 128, c128)):
+        if plan is None:
+            continue
+        if not isinstance(plan, kind):
+            raise ValueError(f"{name}: expected a {kind.__name__} or None, got {type(plan).__name__}")
+        if plan.ratio != ratio:
+            raise ValueError(f"{name}: expected a plan of ratio {ratio}, got one of ratio {plan.ratio}")
+
+
+def _expect_buffer(
+    name: str, value: object, shape: tuple[int | None, ...], dtype: torch.dtype, device: torch.device | None = None
+) -> None:
+    """Raises ValueError unless kernels can write `value` as it is: contiguous, on a 16-byte boundary."""
+    tensor = expect_tensor(name, value, dtypes=(dtype,), ndim=len(shape), device=device)
+    if tuple(tensor.shape) != shape or not tensor.is_contiguous():
+        raise ValueError(
+            f"{name}: expected a contiguous tensor of shape {list(shape)}, got shape {list(tensor.shape)}, strides "
+            f"{list(tensor.stride())}"
+        )
+    if tensor.data_ptr() % 16:
+        raise ValueError(f"{name}: expected an address that is a multiple of 16, got {tensor.data_ptr():#x}")
 
 
 def _to_records(rows: torch.Tensor, dtype: np.dtype) -> np.ndarray:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 
@@ -33,9 +34,7 @@ class RequestTables:
 
     def __post_init__(self) -> None:
         expect_tensor("req_to_token", self.req_to_token, dtypes=(torch.int32,), ndim=2)
-        expect_tensor(
-            "full_to_swa", self.full_to_swa, dtypes=(torch.int64,), ndim=1, device=self.req_to_token.device
-        )
+        expect_tensor("full_to_swa", self.full_to_swa, dtypes=(torch.int64,), ndim=1, device=self.req_to_token.device)
         rows, columns = self.req_to_token.shape
         if rows < 1 or columns < 1:
             raise ValueError(f"req_to_token: expected at least one row and one column, got [{rows}, {columns}]")
@@ -46,16 +45,21 @@ class RequestTables:
         if not self.full_to_swa.is_contiguous():
             raise ValueError(f"full_to_swa: expected a contiguous tensor, got stride {self.full_to_swa.stride(0)}")
 
-    @property
+    @cached_property
     def device(self) -> torch.device:
         return self.req_to_token.device
 
-    @property
+    @cached_property
     def num_requests(self) -> int:
         """Rows of `req_to_token`, the reserved one included; request ids are 0 .. num_requests - 1."""
         return self.req_to_token.shape[0]
 
-    @property
+    @cached_property
     def max_seq_len(self) -> int:
         """Columns of `req_to_token`: the longest length that a request can have."""
         return self.req_to_token.shape[1]
+
+    @cached_property
+    def num_slots(self) -> int:
+        """Full slots that `full_to_swa` translates."""
+        return self.full_to_swa.shape[0]

@@ -24,7 +24,9 @@ def verify_plan(golden: PlanGolden, impl: str, device: torch.device) -> str | No
     Beyond the golden's rows it checks what we promise on top: ascending rows, then invalid markers only, no error flag.
     """
     try:
-        return _verify_decode(golden, impl, device) if golden.kind == "decode" else _verify_prefill(golden, impl, device)
+        return (
+            _verify_decode(golden, impl, device) if golden.kind == "decode" else _verify_prefill(golden, impl, device)
+        )
     except ValueError as error:
         return f"refused: {error}"
 

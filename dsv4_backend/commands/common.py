@@ -9,7 +9,7 @@ from typing import Annotated
 import torch
 import typer
 
-ImplOption = Annotated[str, typer.Option(help="Implementation: auto, torch.")]
+ImplOption = Annotated[str, typer.Option(help="Implementation: auto, triton or torch.")]
 DeviceOption = Annotated[str, typer.Option(help="Where to run: auto (the GPU if there is one), cpu or cuda.")]
 
 

@@ -44,7 +44,9 @@ def _gpu() -> str:
     names = []
     for i in range(torch.cuda.device_count()):
         p = torch.cuda.get_device_properties(i)
-        names.append(f"{p.name} (sm_{p.major}{p.minor}, {p.multi_processor_count} SMs, {p.total_memory / 2**30:.0f} GiB)")
+        names.append(
+            f"{p.name} (sm_{p.major}{p.minor}, {p.multi_processor_count} SMs, {p.total_memory / 2**30:.0f} GiB)"
+        )
     return f"GPU: {', '.join(names)}; CUDA {torch.version.cuda}"
 
 
@@ -53,5 +55,3 @@ def _version(name: str) -> str:
         return metadata.version(name)
     except metadata.PackageNotFoundError:
         return "-"
-
-

@@ -45,12 +45,15 @@ def plan_prefill(
 ) -> None:
     """Fills `out`; arguments as in `dsv4_backend.planner.plan_prefill`, all tensors on the tables' device."""
     seq, extend, req = seq_lens.long(), extend_lens.long(), req_pool_indices.long()
-    bad = (extend < 0) | (seq < extend) | (seq > tables.max_seq_len) | (req < 0) | (req >= tables.num_requests)
+    bad = (extend < 0) | (seq < extend) | (seq > tables.max_seq_len)
     extend = extend.where(~bad, 0)
-    if extend.sum() > num_rows:
-        bad, extend = torch.ones_like(bad), torch.zeros_like(extend)
-    if bad.any():
+    bad_req = (req < 0) | (req >= tables.num_requests)
+    req = req.where(~bad_req, 0)
+    too_many = extend.sum() > num_rows
+    if bad.any() or too_many or (bad_req & (extend > 0)).any():
         out.error.fill_(ERROR_LENGTHS)
+    if too_many:
+        extend = torch.zeros_like(extend)
 
     rows = _batch_rows(seq, extend, req)
     counts = {4: (0, 0), 128: (0, 0)}
@@ -127,7 +130,12 @@ def _write_rows(
 
 
 def _previous_page(
-    ratio: int, req: torch.Tensor, position: torch.Tensor, tables: RequestTables, geom: CacheGeometry, error: torch.Tensor
+    ratio: int,
+    req: torch.Tensor,
+    position: torch.Tensor,
+    tables: RequestTables,
+    geom: CacheGeometry,
+    error: torch.Tensor,
 ) -> torch.Tensor:
     """State page of the group before the one that `position` belongs to."""
     loc = _state_loc(ratio, req, (position - ratio).clamp(min=0), tables, geom, error)
@@ -135,12 +143,17 @@ def _previous_page(
 
 
 def _state_loc(
-    ratio: int, req: torch.Tensor, position: torch.Tensor, tables: RequestTables, geom: CacheGeometry, error: torch.Tensor
+    ratio: int,
+    req: torch.Tensor,
+    position: torch.Tensor,
+    tables: RequestTables,
+    geom: CacheGeometry,
+    error: torch.Tensor,
 ) -> torch.Tensor:
     swa_slot = position
     if ratio == 4:
         slot = tables.req_to_token[req, position].long()
-        last = len(tables.full_to_swa) - 1
+        last = tables.num_slots - 1
         beyond = (slot < -1) | (slot > last)
         if beyond.any():
             error.fill_(ERROR_SLOT)

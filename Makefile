@@ -1,0 +1,26 @@
+# Every target makes what it needs in .venv first; PYTHON names the Python whose torch and Triton it uses.
+PYTHON ?= python3
+VENV := .venv/bin/python
+TYPED := .venv/typed
+
+.PHONY: demo test lint clean
+
+demo:
+	@$(PYTHON) .ci/setup_venv.py
+	.venv/bin/dsv4 replay
+
+test:
+	@$(PYTHON) .ci/setup_venv.py test
+	$(VENV) -m pytest
+
+lint:
+	@$(PYTHON) .ci/setup_venv.py test dev
+	$(VENV) -m ruff check .
+	$(VENV) -m ruff format --check .
+	@mkdir -p $(TYPED)
+	@for folder in triton_kernels graph_runner bench; do ln -sfn ../../$$folder $(TYPED)/dsv4_$$folder; done
+	$(VENV) -m mypy
+
+clean:
+	rm -rf .venv build dist *.egg-info .pytest_cache .ruff_cache .mypy_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,0 +1,1 @@
+"""Benchmarks behind `dsv4 bench`."""

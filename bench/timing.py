@@ -1,0 +1,84 @@
+"""Times GPU work by replaying it from a CUDA graph, and the host's share of an eager call."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(frozen=True)
+class Timing:
+    """Microseconds of one call: median, 10th and 90th percentile on the GPU, median on the host, kernels launched.
+
+    What was not measured (the GPU's share on a CPU) is None.
+    """
+
+    gpu_us: float | None
+    gpu_p10_us: float | None
+    gpu_p90_us: float | None
+    host_us: float
+    launches: int | None
+
+
+def measure(fn: Callable[[], object], device: torch.device) -> Timing:
+    """Times `fn`, which enqueues work on `device` and can be captured in a CUDA graph."""
+    if device.type != "cuda":
+        return Timing(None, None, None, host_us(fn, device), None)
+    samples = sorted(graph_us(fn))
+    tenth = len(samples) // 10
+    return Timing(
+        statistics.median(samples), samples[tenth], samples[-1 - tenth], host_us(fn, device), count_launches(fn)
+    )
+
+
+def graph_us(fn: Callable[[], object], calls: int = 20, replays: int = 50) -> list[float]:
+    """GPU microseconds of a call of `fn`, one sample a replay of a graph that holds `calls` of them."""
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        fn()
+        fn()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    kept = []  # outputs that a call allocates live as long as the graph
+    with torch.cuda.graph(graph, stream=stream):
+        for _ in range(calls):
+            kept.append(fn())
+    for _ in range(3):
+        graph.replay()
+    samples = []
+    for _ in range(replays):
+        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        begin.record()
+        graph.replay()
+        end.record()
+        torch.cuda.synchronize()
+        samples.append(begin.elapsed_time(end) * 1e3 / calls)
+    return samples
+
+
+def host_us(fn: Callable[[], object], device: torch.device, rounds: int = 20) -> float:
+    """Host microseconds until an eager call returns; median over rounds that each begin with an idle device."""
+    fn()
+    samples = []
+    calls = 10 if device.type == "cuda" else 1
+    for _ in range(rounds):
+        if device.type == "cuda":
+            torch.cuda.synchronize()
+        begin = time.perf_counter()
+        for _ in range(calls):
+            fn()
+        samples.append((time.perf_counter() - begin) * 1e6 / calls)
+    return statistics.median(samples)
+
+
+def count_launches(fn: Callable[[], object]) -> int:
+    """Kernels, copies and fills that one call of `fn` puts on the GPU."""
+    torch.cuda.synchronize()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        fn()
+        torch.cuda.synchronize()
+    return sum(event.device_type == torch.autograd.DeviceType.CUDA for event in profile.events())

@@ -1,0 +1,1 @@
+"""Captures an EAGLE draft loop in CUDA graphs and replays padded batches through it."""

@@ -1,0 +1,89 @@
+"""`dsv4 doctor`: what this machine can run, and why not."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+from importlib import metadata
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from dsv4_backend.cli import app
+
+
+def doctor(columns: int = 200) -> list[str]:
+    """Its lines, on a terminal that wide."""
+    result = CliRunner(env={"COLUMNS": str(columns)}).invoke(app, ["doctor"])
+    assert result.exit_code == 0, result.output
+    assert result.exception is None
+    return [line.rstrip() for line in result.output.splitlines()]
+
+
+def line_with(lines: list[str], start: str) -> str:
+    found = [line.strip() for line in lines if line.strip().startswith(start)]
+    assert len(found) == 1, lines
+    return found[0]
+
+
+def test_versions() -> None:
+    lines = doctor()
+    assert line_with(lines, "torch ").split()[-1] == torch.__version__
+    assert line_with(lines, "numpy ").split()[-1] == np.__version__
+
+
+def test_a_package_that_is_missing_is_no_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    version = metadata.version
+
+    def lookup(name: str) -> str:
+        if name in ("triton", "flashinfer-python"):
+            raise metadata.PackageNotFoundError(name)
+        return version(name)
+
+    monkeypatch.setattr(metadata, "version", lookup)
+    lines = doctor()
+    assert line_with(lines, "triton ").split() == ["triton", "-"]
+    assert line_with(lines, "flashinfer-python ").split() == ["flashinfer-python", "-"]
+
+
+def test_without_a_gpu_it_says_what_will_be_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert line_with(doctor(), "GPU: ") == "GPU: none that torch can use; --device cuda will be refused"
+
+
+def test_gpus_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    gpu = SimpleNamespace(name="NVIDIA X [9]", major=9, minor=0, multi_processor_count=132, total_memory=140 * 2**30)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: gpu)
+    name = "NVIDIA X [9] (sm_90, 132 SMs, 140 GiB)"
+    assert line_with(doctor(), "GPU: ").startswith(f"GPU: {name}, {name}; CUDA ")
+
+
+def test_every_feature_has_a_verdict_and_a_reason() -> None:
+    lines = doctor()
+    start = next(i for i, line in enumerate(lines) if line.split()[:2] == ["feature", "runs"])
+    rows = [re.split(r"\s{2,}", line.strip()) for line in lines[start + 1 :]]
+    assert len(rows) >= 2
+    for feature, verdict, reason in rows:
+        assert feature
+        assert verdict in ("yes", "no")
+        assert reason
+
+
+def test_what_is_missing_comes_with_the_command_that_gets_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    find_spec = importlib.util.find_spec
+    monkeypatch.setattr(
+        importlib.util, "find_spec", lambda name, *rest: None if name == "matplotlib" else find_spec(name, *rest)
+    )
+    row = re.split(r"\s{2,}", line_with(doctor(), "dsv4 replay --plot"))
+    assert row == ["dsv4 replay --plot", "no", "pip install 'dsv4-backend[bench]'"]
+
+
+def test_a_narrow_terminal_loses_nothing() -> None:
+    text = "\n".join(doctor(60))
+    assert "…" not in text
+    assert torch.__version__ in text.split()
