@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import typer
 
-from dsv4_backend.commands import bench, doctor, verify
+from dsv4_backend.commands import bench, doctor, replay, verify
 
 app = typer.Typer(
     name="dsv4",
@@ -13,6 +13,7 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
+app.command("replay")(replay.replay)
 app.command("doctor")(doctor.doctor)
 app.add_typer(verify.app, name="verify")
 app.add_typer(bench.app, name="bench")

@@ -228,18 +228,22 @@ def test_a_ring_too_small_for_the_drafts_is_noticed() -> None:
 
 
 def test_state_of_an_earlier_owner_does_not_count() -> None:
-    """The ring rows of a page and a request row that come back are empty for the ledger."""
+    """The same prompt in the same row and window pages, but nothing is kept: what is there was left by another."""
     bench = Bench()
     owner = bench.join(chain=(5,))
-    silent(bench.run(EXTEND, {owner: 600}))
+    silent(bench.run(EXTEND, {owner: 510}))
+    page = bench.pool.full_to_swa[bench.pool.slots(bench.rows[owner], 509, 510)]
+    bench.pool.grow(bench.rows[owner], 600)  # of three pages, the middle one comes back in its place
     bench.pool.close(bench.rows[owner])
     again = bench.join(chain=(5,))
+    step = bench.step(EXTEND, {again: 511})
     assert bench.rows[again] == bench.rows[owner]
-    step = bench.step(EXTEND, {again: 600})
+    assert bench.pool.full_to_swa[bench.pool.slots(bench.rows[again], 509, 510)] == page
     image = bench.plan(step)
     for lists in image.lists.values():
         lists.write[:] = (0xFFFFFFFF, -1)
-    assert "lost_state" in kinds(bench.ledger.check(step, image, np.array([600])))
+    lost = [v for v in bench.ledger.check(step, image, step.extend_lens).kept if v.kind == "lost_state"]
+    assert {(violation.ratio, violation.position) for violation in lost} >= {(4, 504), (128, 384)}
 
 
 def test_requests_must_go_on_where_they_ended() -> None:
@@ -386,6 +390,44 @@ def test_a_fault_without_effect_leaves_the_plan_alone(fault: str) -> None:
             assert np.array_equal(lists.write, untouched.lists[ratio].write)
     else:
         assert bench.ledger.check(step, image, step.extend_lens).count
+
+
+@pytest.mark.parametrize("page", [-3, 2**31 - 1, 10**6])
+@pytest.mark.parametrize("scene", [_prefill, _verify, _decode])
+def test_pages_outside_the_state_pool_are_named(page: int, scene: Callable[[Bench], Step]) -> None:
+    bench = Bench(4 if scene is _verify else 0)
+    for _ in range(4):
+        bench.join()
+    step = scene(bench)
+    image = bench.plan(step)
+    records = image.decode[4] if image.header is None else image.lists[4].compress
+    reading = np.flatnonzero(records["seq_len"] % 4 == 0)[0]
+    records["read_page_1"][reading] = page
+    assert "page_range" in kinds(bench.ledger.check(step, image, step.extend_lens))
+
+
+@pytest.mark.parametrize("loc", [-2, 2**31 - 1, 10**6])
+@pytest.mark.parametrize("scene", [_prefill, _decode])
+def test_writes_outside_the_state_pool_are_named(loc: int, scene: Callable[[Bench], Step]) -> None:
+    bench = Bench()
+    for _ in range(4):
+        bench.join()
+    step = scene(bench)
+    image = bench.plan(step)
+    records = image.decode[128] if image.header is None else image.lists[128].write
+    records["write_loc"][0] = loc
+    assert "write_range" in kinds(bench.ledger.check(step, image, step.extend_lens))
+
+
+def test_a_decode_row_reads_the_page_that_it_writes_to() -> None:
+    """Also where it completes nothing: the page and the place are two names for one row."""
+    bench = Bench()
+    bench.join()
+    bench.run(EXTEND, {0: 5})
+    step = bench.step(DECODE, {0: 1})
+    image = bench.plan(step)
+    image.decode[4]["read_page_1"] += 1
+    assert kinds(bench.ledger.check(step, image, step.extend_lens)) == {"own_page"}
 
 
 def test_all_is_counted_and_little_is_kept() -> None:

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 import dsv4_backend as d4
 from backends import (
     EXAMPLES,
+    INTERPRET,
     decode_past_checks,
     each_backend,
     each_fast_backend,
@@ -21,7 +22,7 @@ from backends import (
     prefill_past_checks,
     repeats,
 )
-from dsv4_backend.plans import INVALID_PACKED_WORDS, INVALID_WIDE_WORDS, INVALID_WRITE_WORDS
+from dsv4_backend.plans import INVALID_PACKED_WORDS, INVALID_WIDE_WORDS, INVALID_WRITE_WORDS, MAX_ROWS
 from planner_oracle import LENGTHS, SLOT, Answer, Oracle, Serving, compress_bytes, decode_bytes, write_bytes
 from strategies import GEOMETRIES, Batch, bad_batches, batches, make_pool
 
@@ -234,6 +235,27 @@ def test_every_state_that_is_read_was_written(
 
 
 @each_fast_backend
+@pytest.mark.parametrize("then", ["prefill", "verify", "decode"])
+@pytest.mark.parametrize("geom", GEOMETRIES, ids=str)
+def test_a_request_goes_on_after_the_pages_of_another(
+    impl: str, device: str, geom: d4.CacheGeometry, then: str
+) -> None:
+    """A prefix hit: the first entry of ratio 4 after the shared pages overlaps the last group on them."""
+    serving = Serving(impl, device, geom, seed=0)
+    serving.extend({1: 2 * geom.page_size + 37})
+    serving.share(1, 3)
+    assert len(serving.tokens[3]) == 2 * geom.page_size
+    if then == "prefill":
+        serving.extend({3: 1, 1: 2})
+        serving.extend({1: 9, 3: 20})
+    for _ in range(6):
+        if then == "verify":
+            serving.verify(1, {3: 1})
+        elif then == "decode":
+            serving.decode([3, 1])
+
+
+@each_fast_backend
 @pytest.mark.parametrize("then", ["verify", "decode"])
 @pytest.mark.parametrize("prefix", [1, 5, 118, 120, 123, 125, 126, 127, 128, 245, 250, 254])
 def test_rejected_drafts_leave_the_state_they_should(impl: str, device: str, prefix: int, then: str) -> None:
@@ -280,25 +302,54 @@ def test_decode_of_nothing(impl: str, device: str, ratios: tuple[int, ...]) -> N
         assert plan.ratio(ratio).records().shape == (0,)
 
 
+CONTIGUOUS = ((torch.int64, "contiguous"),) * 3
+
+
+def drafts(batch_size: int) -> list[int]:
+    """0 to 4 rows a request, in no order."""
+    return np.random.default_rng(batch_size).integers(0, 5, batch_size).tolist()
+
+
+MANY = {
+    **{f"B={n}": drafts(n) for n in (1, 32, 33, 129, 1024, 1025, 3000, 5000, 9000)},
+    "rows at the end": [0] * 5000 + [3],
+    "rows at the start": [3] + [0] * 5000,
+    "long among empty": [0] * 1500 + [299] + [0] * 3000 + [1, 0, 257] + [0] * 200,
+    "one a request": [1] * 4100,
+}
+
+
 @each_backend
-@pytest.mark.parametrize("batch_size", [1, 32, 33, 129, 1024, 1025, 3000])
-def test_many_requests(impl: str, device: str, batch_size: int) -> None:
-    """More requests than a block of threads, with every count of rows from 0 to 4 among them."""
-    rng = np.random.default_rng(batch_size)
+@pytest.mark.parametrize("extends", MANY.values(), ids=MANY.keys())
+def test_many_requests(impl: str, device: str, extends: list[int]) -> None:
+    """More requests than a block of threads holds."""
+    rng = np.random.default_rng(len(extends))
     pool = make_pool(GEOM, 40, 300, 1)
-    extends = rng.integers(0, 5, batch_size)
-    seqs, reqs = extends + rng.integers(0, 296, batch_size), rng.integers(0, 40, batch_size)
-    batch = Batch(GEOM, pool, seqs.tolist(), extends.tolist(), reqs.tolist(), int(extends.sum()) + 5, FORMS)
-    plan = prefill_past_checks(impl, pool.tables(device), GEOM, batch.tensors(device), batch.num_rows)
+    seqs = [e + int(rng.integers(0, 301 - e)) for e in extends]
+    batch = Batch(GEOM, pool, seqs, extends, rng.integers(0, 40, len(extends)).tolist(), sum(extends) + 5, CONTIGUOUS)
+    seq_lens, extend_lens, reqs = batch.tensors(device)
+    plan = prefill_past_checks(impl, pool.tables(device), GEOM, (seq_lens, extend_lens, reqs), batch.num_rows)
     check_prefill(plan, prefill_answers(batch), batch)
 
-    seq_lens, _, req_pool_indices = (t.to(device) for t in batch.tensors("cpu"))
-    decode = decode_past_checks(impl, pool.tables(device), GEOM, (seq_lens.clamp(min=1), req_pool_indices))
-    answer = Oracle(pool.req_to_token, pool.full_to_swa, GEOM).decode(4, seqs.clip(1).tolist(), batch.reqs)
+    decode = decode_past_checks(impl, pool.tables(device), GEOM, (seq_lens.clamp(min=1), reqs))
+    answer = Oracle(pool.req_to_token, pool.full_to_swa, GEOM).decode(4, [max(1, seq) for seq in seqs], batch.reqs)
     np.testing.assert_array_equal(decode.c4.rows.cpu().numpy(), decode_bytes(answer))
 
 
-FORMS = ((torch.int64, "contiguous"),) * 3
+@each_fast_backend
+@pytest.mark.parametrize("extend", [1, 2])
+def test_every_row_is_kept_at_the_packed_limit(impl: str, device: str, extend: int) -> None:
+    """65,536 write rows: one more than 16 bits count."""
+    batch_size = 65_536 // extend
+    tables = make_pool(GEOM, 3, 300, 1).tables(device)
+    lengths = tuple(torch.full((batch_size,), value, device=device) for value in (200 + extend, extend, 2))
+    plan = prefill_past_checks(impl, tables, GEOM, lengths, 65_536)
+    assert plan.header.tolist() == [extend, extend, 65_536, 1, 0, 65_536, 0, 65_536]
+    one = prefill_past_checks(impl, tables, GEOM, tuple(values[:1] for values in lengths), extend)
+    for ratio in (4, 128):
+        records = plan.ratio(ratio).write_records()
+        assert (records["ragged_id"] == np.arange(65_536)).all()
+        assert (records["write_loc"].reshape(-1, extend) == one.ratio(ratio).write_records()["write_loc"]).all()
 
 
 @each_backend
@@ -314,7 +365,7 @@ def test_uniform_extends(impl: str, device: str, batch_size: int, extend: int) -
         [extend] * batch_size,
         [8 - b % 9 for b in range(batch_size)],
         extend * batch_size + 70,
-        FORMS,
+        CONTIGUOUS,
     )
     plan = prefill_past_checks(impl, pool.tables(device), SPECULATIVE, batch.tensors(device), batch.num_rows)
     check_prefill(plan, prefill_answers(batch), batch)
@@ -368,7 +419,7 @@ def test_wide_rows_equal_packed_rows(impl: str, device: str) -> None:
 @each_backend
 def test_the_last_row_and_column_of_the_tables(impl: str, device: str) -> None:
     pool = make_pool(GEOM, 200, 520, 5, layout=(4, 2))
-    batch = Batch(GEOM, pool, [520, 520, 1], [520, 3, 1], [199, 198, 199], 524, FORMS)
+    batch = Batch(GEOM, pool, [520, 520, 1], [520, 3, 1], [199, 198, 199], 524, CONTIGUOUS)
     plan = prefill_past_checks(impl, pool.tables(device), GEOM, batch.tensors(device), 524)
     check_prefill(plan, prefill_answers(batch), batch)
     plan.check()
@@ -749,8 +800,8 @@ REFUSED_PREFILL = [
         "req_pool_indices: expected a tensor on cpu, got one on meta",
     ),
     ({"num_rows": 7}, "num_rows: expected at least the sum of extend_lens, 8, got 7"),
-    ({"num_rows": -1}, "num_rows: expected a number from 0 to 2^31 - 1, got -1"),
-    ({"num_rows": 2**31}, "num_rows: expected a number from 0 to 2^31 - 1, got 2147483648"),
+    ({"num_rows": -1}, f"num_rows: expected a number from 0 to {MAX_ROWS}, got -1"),
+    ({"num_rows": MAX_ROWS + 1}, f"num_rows: expected a number from 0 to {MAX_ROWS}, got {MAX_ROWS + 1}"),
     ({"num_rows": 8.0}, "num_rows: expected an int, got 8.0"),
     ({"num_rows": True}, "num_rows: expected an int, got True"),
     ({"num_rows": "8"}, "num_rows: expected an int, got '8'"),
@@ -844,6 +895,13 @@ def test_the_legal_arguments_are_legal() -> None:
     arguments = {**legal(), "out": poisoned_decode(2, (4, 128), "cpu")}
     del arguments["extend_lens"], arguments["num_rows"]
     d4.plan_decode(**arguments).check()
+
+
+@pytest.mark.skipif(INTERPRET, reason="the interpreter runs Triton on a CPU")
+def test_an_explicit_choice_never_falls_back() -> None:
+    with pytest.raises(ValueError, match=r"^impl: expected a GPU, or TRITON_INTERPRET=1, for 'triton', got .* cpu$"):
+        d4.plan_prefill(**{**legal(), "impl": "triton"})
+    assert d4.dispatch.resolve_impl("auto", torch.device("cpu")) == "torch"
 
 
 @pytest.mark.gpu

@@ -20,6 +20,7 @@ from dsv4_backend.plans import (
     INVALID_PACKED_WORDS,
     INVALID_WIDE_WORDS,
     INVALID_WRITE_WORDS,
+    MAX_ROWS,
     PACKED_COMPRESS,
     PACKED_MAX_ROWS,
     WIDE_COMPRESS,
@@ -142,7 +143,7 @@ def test_ratios_refused(ratios: object) -> None:
         check_ratios(ratios)
 
 
-@pytest.mark.parametrize("count", [-1, 2**31, True, 3.0, "3", None], ids=repr)
+@pytest.mark.parametrize("count", [-1, MAX_ROWS + 1, True, 3.0, "3", None], ids=repr)
 def test_row_counts_refused(count: object) -> None:
     with pytest.raises(ValueError, match=r"^num_rows: expected .*, got "):
         check_num_rows(count)
@@ -153,7 +154,7 @@ def test_row_counts_refused(count: object) -> None:
 
 
 def test_row_counts_accepted() -> None:
-    assert [check_num_rows(n) for n in (0, 1, 2**31 - 1)] == [0, 1, 2**31 - 1]
+    assert [check_num_rows(n) for n in (0, 1, MAX_ROWS)] == [0, 1, MAX_ROWS]
 
 
 @pytest.mark.parametrize("plan", [PrefillPlan.empty(1), DecodePlans.empty(1)], ids=["prefill", "decode"])

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from backends import each_backend
-from dsv4_backend import planner
+from dsv4_backend import RequestTables, planner
 from dsv4_backend.replay import (
     FAULTS,
     PagePool,
@@ -152,6 +152,14 @@ def test_requests_are_admitted_in_order_as_rows_become_free() -> None:
     assert order == list(range(9))
 
 
+def test_a_prompt_waits_for_pages_that_are_promised_to_another() -> None:
+    joined: dict[int, int] = {}
+    for step, scheduler, _ in steps_of([request(2000, 2), request(2000, 2, first=50)], num_pages=12):
+        joined |= {admission.request: step.index for admission in step.admitted}
+        assert scheduler.retracted == 0
+    assert joined == {0: 0, 1: 8}, "seven chunks and a decode step come first"
+
+
 def test_modes_and_lengths_follow_the_engine() -> None:
     for step, *_ in steps_of([request(10, 6), request(20, 4)], width=3):
         assert step.out_cache_loc.dtype == np.int64
@@ -268,11 +276,16 @@ def test_a_broken_planner_is_caught_and_its_step_file_tells_when_it_is_mended(
     assert load_step(path).replay("torch", torch.device("cpu")).count == 0
 
 
-@pytest.mark.gpu
-def test_the_device_copy_of_the_tables_follows() -> None:
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_a_copy_of_the_tables_follows_the_pool(device: str) -> None:
     mirror: TableMirror | None = None
     for _, _, pool in steps_of(synthetic_trace(20), num_pages=22, num_window_pages=8):
-        mirror = mirror or TableMirror(pool, torch.device("cuda"))
+        if mirror is None:
+            mirror = TableMirror(pool, torch.device(device))
+            if device == "cpu":  # where no copy is needed, the copying can still be run
+                pool.take_changes()
+                mirror._shared = False
+                mirror.tables = RequestTables(mirror.tables.req_to_token.clone(), mirror.tables.full_to_swa.clone())
         tables = mirror.refresh()
         assert np.array_equal(tables.req_to_token.cpu().numpy(), pool.req_to_token)
         assert np.array_equal(tables.full_to_swa.cpu().numpy(), pool.full_to_swa)

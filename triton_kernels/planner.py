@@ -92,8 +92,12 @@ PREFILL_TIERS = (
     (512, 2**31, dict(CHUNK=512, BLOCK=128, num_warps=4)),
     (1024, 2**31, dict(CHUNK=1024, BLOCK=128, num_warps=4)),
 )
-# Larger batches. Each program reads all lengths, so there are about as many as the chip has multiprocessors.
-CHUNKED = dict(CHUNK=2048, SEARCH=1024, BLOCK=1024, num_warps=16)
+# Largest batch, and how the chunked kernel serves it. Each program reads all lengths, so there are at most about as
+# many as the chip has multiprocessors.
+CHUNKED_TIERS = (
+    (8192, dict(CHUNK=1024, SEARCH=512, BLOCK=512, num_warps=8)),
+    (2**31, dict(CHUNK=2048, SEARCH=1024, BLOCK=1024, num_warps=16)),
+)
 CHUNKED_PROGRAMS = 128
 DECODE_BLOCK = 32
 
@@ -117,17 +121,15 @@ def plan_prefill(
     req_to_token, c4, c128 = tables.req_to_token, out.c4, out.c128
     row_stride = req_to_token.stride(0)
     wide = num_rows > PACKED_MAX_ROWS
-    tier = next((i for i, (most, rows, _) in enumerate(PREFILL_TIERS) if batch_size <= most and num_rows <= rows), None)
-    sizes = CHUNKED if tier is None else PREFILL_TIERS[tier][2]
-    dense = (
-        seq_lens.stride(0) == extend_lens.stride(0) == 1
-        and seq_lens.data_ptr() % 16 == extend_lens.data_ptr() % 16 == 0
-        if tier is None
-        else False
-    )
+    sizes = next((sizes for most, rows, sizes in PREFILL_TIERS if batch_size <= most and num_rows <= rows), None)
+    chunked = sizes is None
+    if sizes is None:
+        sizes = next(sizes for most, sizes in CHUNKED_TIERS if batch_size <= most)
+        dense = seq_lens.stride(0) == extend_lens.stride(0) == 1
+        aligned = seq_lens.data_ptr() % 16 == extend_lens.data_ptr() % 16 == 0
+        sizes = dict(sizes, DENSE=dense and aligned)
     key = (
-        tier,
-        dense,
+        *sizes.values(),
         seq_lens.dtype,
         extend_lens.dtype,
         req_pool_indices.dtype,
@@ -175,13 +177,12 @@ def plan_prefill(
             HAS_C128=c128 is not None,
             WIDE=wide,
             FORCE_UNIFORM=force_uniform,
-            **({"DENSE": dense} if tier is None else {}),
             **sizes,
             **pdl_options(out.device),
         )
 
     blocks = max(1, -(-num_rows // sizes["BLOCK"]))
-    if tier is None:
+    if chunked:
         blocks_each = -(-blocks // CHUNKED_PROGRAMS)
         _launch_chunked(out.device, key, -(-blocks // blocks_each), (*lengths, blocks_each, *rest), constants)
     else:

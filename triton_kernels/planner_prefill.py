@@ -12,6 +12,7 @@ import triton.language as tl
 
 from dsv4_triton_kernels.planner_rows import (
     ERROR_LENGTHS,
+    _bad_bits,
     _check_lengths,
     _count_compress,
     _count_ended,
@@ -116,12 +117,12 @@ def _plan_prefill_kernel(
     total_rows = tl.where(fits, total, 0).to(tl.int32)
 
     prefix = seq - extend
-    stop = prefix + _rows_before(end, extend, first_row)
+    before = _rows_before(end, extend, first_row)
     c4_compress_before, c4_write_before = _sum_pair(
-        _count_compress(prefix, stop, 2), _count_write(prefix, stop, seq, 4, C4_WRITE_PAD, SWA_PAGE), fits, WIDE
+        _count_compress(prefix, before, 2), _count_write(prefix, before, seq, 4, C4_WRITE_PAD, SWA_PAGE), fits, WIDE
     )
     c128_compress_before, c128_write_before = _sum_pair(
-        _count_compress(prefix, stop, 7), _count_write(prefix, stop, seq, 128, C128_WRITE_PAD, SWA_PAGE), fits, WIDE
+        _count_compress(prefix, before, 7), _count_write(prefix, before, seq, 128, C128_WRITE_PAD, SWA_PAGE), fits, WIDE
     )
     c4_compress, c4_write, c128_compress, c128_write = _plan_rows(
         row,
@@ -179,6 +180,92 @@ def _plan_prefill_kernel(
         )
 
 
+@triton.jit
+def _scan_lengths(
+    first_row,
+    seq_ptr,
+    stride_seq,
+    extend_ptr,
+    stride_extend,
+    batch_size,
+    max_seq_len,
+    error_ptr,
+    SWA_PAGE: tl.constexpr,
+    C4_WRITE_PAD: tl.constexpr,
+    C128_WRITE_PAD: tl.constexpr,
+    WIDE: tl.constexpr,
+    CHUNK: tl.constexpr,
+    DENSE: tl.constexpr,
+    CAREFUL: tl.constexpr,
+):
+    """Reads all lengths, a chunk at a time. Returns the extremes and the sum of the extend lengths, the request that
+    `first_row` belongs to, the row where that request begins, how many rows of each list come before `first_row`, and
+    whether all this may be wrong, since a length was bad or a sum did not fit: then it takes a careful scan."""
+    smallest = tl.full([CHUNK], INT32_MAX, tl.int32)
+    largest = tl.zeros([CHUNK], tl.int32)
+    bad_bits = tl.zeros([CHUNK], tl.int32)
+    c4_compress_rows = tl.zeros([CHUNK], tl.int32)
+    c4_write_rows = tl.zeros([CHUNK], tl.int32)
+    c128_compress_rows = tl.zeros([CHUNK], tl.int32)
+    c128_write_rows = tl.zeros([CHUNK], tl.int32)
+    total = tl.full([], 0, tl.int64)
+    first_owner = 0
+    first_owner_begin = 0
+    next_seq, next_extend = _load_chunk(seq_ptr, stride_seq, extend_ptr, stride_extend, 0, batch_size, CHUNK, DENSE)
+    for start in range(0, batch_size, CHUNK):
+        seq = next_seq.to(tl.int32)
+        extend = next_extend.to(tl.int32)
+        bad_bits |= _bad_bits(next_seq, next_extend, max_seq_len)
+        begin = total
+        if CAREFUL:
+            seq, extend, bad = _check_lengths(next_seq, next_extend, max_seq_len)
+            tl.store(error_ptr + tl.zeros([CHUNK], tl.int32), ERROR_LENGTHS, mask=bad)
+            total += tl.sum(extend.to(tl.int64), 0)
+        else:
+            total += tl.sum(extend, 0)
+        next_seq, next_extend = _load_chunk(
+            seq_ptr, stride_seq, extend_ptr, stride_extend, start + CHUNK, batch_size, CHUNK, DENSE
+        )
+        present = extend
+        if start + CHUNK > batch_size:
+            present = tl.where(start + tl.arange(0, CHUNK) < batch_size, extend, INT32_MAX)
+        smallest = tl.minimum(smallest, present)
+        largest = tl.maximum(largest, extend)
+        if begin < first_row:
+            before = extend
+            if total <= first_row:
+                first_owner = tl.minimum(start + CHUNK, batch_size)
+                first_owner_begin = total.to(tl.int32)
+            else:
+                end = begin.to(tl.int32) + tl.cumsum(extend, 0)
+                ended = end <= first_row
+                first_owner = start + tl.sum(ended.to(tl.int32), 0)
+                first_owner_begin = tl.maximum(begin.to(tl.int32), tl.max(tl.where(ended, end, 0), 0))
+                before = _rows_before(end, extend, first_row)
+            prefix = seq - extend
+            c4_compress_rows += _count_compress(prefix, before, 2)
+            c128_compress_rows += _count_compress(prefix, before, 7)
+            c4_write_rows += _count_write(prefix, before, seq, 4, C4_WRITE_PAD, SWA_PAGE)
+            c128_write_rows += _count_write(prefix, before, seq, 128, C128_WRITE_PAD, SWA_PAGE)
+    min_extend = tl.min(smallest, 0)
+    max_extend = tl.max(largest, 0)
+    suspect = (tl.min(bad_bits, 0) < 0) | (max_extend.to(tl.int64) * batch_size > INT32_MAX)
+    c4_compress_before, c4_write_before = _sum_pair(c4_compress_rows, c4_write_rows, True, WIDE)
+    c128_compress_before, c128_write_before = _sum_pair(c128_compress_rows, c128_write_rows, True, WIDE)
+    return (
+        min_extend,
+        max_extend,
+        total,
+        first_owner,
+        first_owner_begin,
+        c4_compress_before,
+        c4_write_before,
+        c128_compress_before,
+        c128_write_before,
+        suspect,
+    )
+
+
 @triton.jit(
     do_not_specialize=[
         "stride_seq",
@@ -227,8 +314,8 @@ def _plan_prefill_chunked_kernel(
     FORCE_UNIFORM: tl.constexpr,  # None; a test sets True or False to see that the decision matters
     CHUNK: tl.constexpr,  # requests read at a time
     SEARCH: tl.constexpr,  # requests read at a time when looking for the owners of rows
-    DENSE: tl.constexpr,  # strides of the lengths are 1
     BLOCK: tl.constexpr,  # batch rows planned at a time
+    DENSE: tl.constexpr,  # strides of the lengths are 1, addresses multiples of 16
     PDL: tl.constexpr,
 ):
     """The same for batches of any size: lengths are read in chunks, and a program plans several blocks of rows."""
@@ -237,55 +324,74 @@ def _plan_prefill_chunked_kernel(
         tl.extra.cuda.gdc_wait()
     first_row = tl.program_id(0) * num_blocks * BLOCK
 
-    # Pass 1 over the lengths: the extremes of the whole batch, how many rows of each list come before first_row, the
-    # request that this row belongs to and the row where that request begins.
-    smallest = tl.full([CHUNK], INT32_MAX, tl.int32)
-    largest = tl.zeros([CHUNK], tl.int32)
-    c4_compress_rows = tl.zeros([CHUNK], tl.int32)
-    c4_write_rows = tl.zeros([CHUNK], tl.int32)
-    c128_compress_rows = tl.zeros([CHUNK], tl.int32)
-    c128_write_rows = tl.zeros([CHUNK], tl.int32)
-    total = tl.full([], 0, tl.int64)
-    first_owner = 0
-    first_owner_begin = 0
-    next_seq, next_extend = _load_chunk(seq_ptr, stride_seq, extend_ptr, stride_extend, 0, batch_size, CHUNK, DENSE)
-    for start in range(0, batch_size, CHUNK):
-        seq, extend, bad = _check_lengths(next_seq, next_extend, max_seq_len)
-        next_seq, next_extend = _load_chunk(
-            seq_ptr, stride_seq, extend_ptr, stride_extend, start + CHUNK, batch_size, CHUNK, DENSE
+    # Pass 1 over the lengths. Most batches need no more than the quick scan.
+    (
+        min_extend,
+        max_extend,
+        total,
+        first_owner,
+        first_owner_begin,
+        c4_compress_before,
+        c4_write_before,
+        c128_compress_before,
+        c128_write_before,
+        suspect,
+    ) = _scan_lengths(
+        first_row,
+        seq_ptr,
+        stride_seq,
+        extend_ptr,
+        stride_extend,
+        batch_size,
+        max_seq_len,
+        error_ptr,
+        SWA_PAGE,
+        C4_WRITE_PAD,
+        C128_WRITE_PAD,
+        WIDE,
+        CHUNK,
+        DENSE,
+        False,
+    )
+    if suspect:
+        (
+            min_extend,
+            max_extend,
+            total,
+            first_owner,
+            first_owner_begin,
+            c4_compress_before,
+            c4_write_before,
+            c128_compress_before,
+            c128_write_before,
+            suspect,
+        ) = _scan_lengths(
+            first_row,
+            seq_ptr,
+            stride_seq,
+            extend_ptr,
+            stride_extend,
+            batch_size,
+            max_seq_len,
+            error_ptr,
+            SWA_PAGE,
+            C4_WRITE_PAD,
+            C128_WRITE_PAD,
+            WIDE,
+            CHUNK,
+            DENSE,
+            True,
         )
-        inside = start + tl.arange(0, CHUNK) < batch_size
-        tl.store(error_ptr + tl.zeros([CHUNK], tl.int32), ERROR_LENGTHS, mask=bad)
-        smallest = tl.minimum(smallest, tl.where(inside, extend, INT32_MAX))
-        largest = tl.maximum(largest, extend)
-        begin = total
-        total += tl.sum(extend.to(tl.int64), 0)
-        if begin < first_row:
-            prefix = seq - extend
-            stop = seq
-            if total <= first_row:
-                first_owner = tl.minimum(start + CHUNK, batch_size)
-                first_owner_begin = total.to(tl.int32)
-            else:
-                end = begin.to(tl.int32) + tl.cumsum(extend, 0)
-                ended = inside & (end <= first_row)
-                first_owner = start + tl.sum(ended.to(tl.int32), 0)
-                first_owner_begin = tl.maximum(begin.to(tl.int32), tl.max(tl.where(ended, end, 0), 0))
-                stop = prefix + _rows_before(end, extend, first_row)
-            c4_compress_rows += _count_compress(prefix, stop, 2)
-            c128_compress_rows += _count_compress(prefix, stop, 7)
-            c4_write_rows += _count_write(prefix, stop, seq, 4, C4_WRITE_PAD, SWA_PAGE)
-            c128_write_rows += _count_write(prefix, stop, seq, 128, C128_WRITE_PAD, SWA_PAGE)
-
-    min_extend = tl.min(smallest, 0)
-    max_extend = tl.max(largest, 0)
     take_division = min_extend == max_extend
     if FORCE_UNIFORM is not None:
         take_division = tl.full([], FORCE_UNIFORM, tl.int1)
     fits = total <= num_rows
     total_rows = tl.where(fits, total, 0).to(tl.int32)
-    c4_compress_before, c4_write_before = _sum_pair(c4_compress_rows, c4_write_rows, fits, WIDE)
-    c128_compress_before, c128_write_before = _sum_pair(c128_compress_rows, c128_write_rows, fits, WIDE)
+    if not fits:
+        c4_compress_before = 0
+        c4_write_before = 0
+        c128_compress_before = 0
+        c128_write_before = 0
 
     # Pass 2: the rows of this program, a block at a time.
     width = tl.maximum(max_extend, 1)
@@ -298,11 +404,12 @@ def _plan_prefill_chunked_kernel(
         else:
             owner = row * 0 + first_owner
             owner_begin = row * 0 + first_owner_begin
-            request = first_owner + tl.arange(0, SEARCH)
+            request = first_owner
             begin_row = first_owner_begin
-            while begin_row < tl.minimum(first_row + BLOCK, total_rows):
+            while (request < batch_size) & (begin_row < tl.minimum(first_row + BLOCK, total_rows)):
+                index = request + tl.arange(0, SEARCH)
                 more_seq, more_extend = _load_lengths(
-                    seq_ptr, stride_seq, extend_ptr, stride_extend, request, request < batch_size
+                    seq_ptr, stride_seq, extend_ptr, stride_extend, index, index < batch_size
                 )
                 _more_seq, rows, _bad = _check_lengths(more_seq, more_extend, max_seq_len)
                 row_end = begin_row + tl.cumsum(rows, 0)

@@ -46,15 +46,31 @@ def _check_lengths(seq, extend, max_seq_len):
 
 
 @triton.jit
-def _first_kept(seq, RATIO: tl.constexpr, WRITE_PAD: tl.constexpr):
-    """First position that is kept as state at the end of a request of length `seq`: the open group, for ratio 4 with
-    the group that it overlaps, or `WRITE_PAD` rows, whichever is more."""
+def _bad_bits(seq, extend, max_seq_len):
+    """Negative where a request is bad, cheaper than `_check_lengths`: meant to be combined over many with `|`."""
+    low_seq = seq.to(tl.int32)
+    low_extend = extend.to(tl.int32)
+    bits = low_seq | low_extend | (low_seq - low_extend) | (max_seq_len - low_seq)
+    if seq.dtype == tl.int64:
+        high = (seq >> 32).to(tl.int32)
+        bits |= high | (0 - high)
+    if extend.dtype == tl.int64:
+        high = (extend >> 32).to(tl.int32)
+        bits |= high | (0 - high)
+    return bits
+
+
+@triton.jit
+def _kept_rows(seq, RATIO: tl.constexpr, WRITE_PAD: tl.constexpr):
+    """Positions at the end of a request of length `seq` that are kept as state: the open group, for ratio 4 with the
+    group that it overlaps, or `WRITE_PAD`, whichever is more."""
     OVERLAP: tl.constexpr = 4 if RATIO == 4 else 0
+    open_rows = (seq & (RATIO - 1)) + OVERLAP
     if WRITE_PAD <= OVERLAP:
-        return (seq & -RATIO) - OVERLAP
+        return open_rows
     if WRITE_PAD >= OVERLAP + RATIO - 1:
-        return seq - WRITE_PAD
-    return tl.minimum((seq & -RATIO) - OVERLAP, seq - WRITE_PAD)
+        return open_rows * 0 + WRITE_PAD
+    return tl.maximum(open_rows, WRITE_PAD)
 
 
 @triton.jit
@@ -65,19 +81,19 @@ def _page_tail_rows(end, SWA_PAGE: tl.constexpr):
 
 
 @triton.jit
-def _count_compress(prefix, stop, SHIFT: tl.constexpr):
-    """Groups of 2^SHIFT tokens that close among the positions [prefix, stop)."""
-    return (stop >> SHIFT) - (prefix >> SHIFT)
+def _count_compress(prefix, before, SHIFT: tl.constexpr):
+    """Groups of 2^SHIFT tokens that close among the first `before` positions from `prefix` on."""
+    return ((prefix + before) >> SHIFT) - (prefix >> SHIFT)
 
 
 @triton.jit
-def _count_write(prefix, stop, seq, RATIO: tl.constexpr, WRITE_PAD: tl.constexpr, SWA_PAGE: tl.constexpr):
-    """Rows kept as state among the positions [prefix, stop): a tail and, for ratio 4, the last 4 rows of each window
-    page before that tail."""
-    kept_from = tl.minimum(tl.maximum(_first_kept(seq, RATIO, WRITE_PAD), prefix), stop)
-    write = stop - kept_from
+def _count_write(prefix, before, seq, RATIO: tl.constexpr, WRITE_PAD: tl.constexpr, SWA_PAGE: tl.constexpr):
+    """Rows kept as state among the first `before` positions from `prefix` on: a tail and, for ratio 4, the last 4 rows
+    of each window page ahead of that tail."""
+    ahead = tl.minimum(tl.maximum(seq - prefix - _kept_rows(seq, RATIO, WRITE_PAD), 0), before)
+    write = before - ahead
     if RATIO == 4:
-        write += _page_tail_rows(kept_from, SWA_PAGE) - _page_tail_rows(prefix, SWA_PAGE)
+        write += _page_tail_rows(prefix + ahead, SWA_PAGE) - _page_tail_rows(prefix, SWA_PAGE)
     return write
 
 
@@ -234,8 +250,8 @@ def _plan_rows(
     c4_compress = valid & (position & 3 == 3)
     c128_compress = valid & (position & 127 == 127)
     page_row = (position.to(tl.uint32) % SWA_PAGE).to(tl.int32)
-    c4_write = valid & ((position >= _first_kept(seq, 4, C4_WRITE_PAD)) | (page_row >= SWA_PAGE - 4))
-    c128_write = valid & (position >= _first_kept(seq, 128, C128_WRITE_PAD))
+    c4_write = valid & ((position >= seq - _kept_rows(seq, 4, C4_WRITE_PAD)) | (page_row >= SWA_PAGE - 4))
+    c128_write = valid & (position >= seq - _kept_rows(seq, 128, C128_WRITE_PAD))
     if HAS_C4:
         # These look-ups take longest, so they start before anything is stored.
         c4_reads = c4_compress & (j < 7)

@@ -78,15 +78,15 @@ class Scheduler:
 
     def next_step(self) -> Step | None:
         """The next batch, with its pages allocated; None at the end. `commit` must follow before the next call."""
+        decode = StepMode.TARGET_VERIFY if self._width else StepMode.DECODE
         while self._lanes or self._waiting:
-            batch = self._extend_batch()
-            mode = StepMode.EXTEND
-            if not batch:
-                mode = StepMode.TARGET_VERIFY if self._width else StepMode.DECODE
-                batch = self._decode_batch()
-            if batch:
-                return self._make_step(mode, batch)
-            self._retract()
+            retracted = self.retracted
+            if batch := self._extend_batch():
+                return self._make_step(StepMode.EXTEND, batch)
+            if batch := self._decode_batch():
+                return self._make_step(decode, batch)
+            if self.retracted == retracted:
+                self._retract()
         return None
 
     def draw_accepts(self, step: Step) -> np.ndarray:
@@ -112,11 +112,13 @@ class Scheduler:
         batch: list[tuple[_Lane, int]] = []
         budget = self._chunk_size
         for lane in self._prefilling():
-            rows = self._grow(lane, min(budget, lane.prefill_until - lane.length))
+            want = min(budget, lane.prefill_until - lane.length)
+            rows = self._grow(lane, want)
             if rows:
                 batch.append((lane, rows))
                 budget -= rows
-            if not rows or not budget:
+            # Short of pages: who comes later must not take those that this one waits for.
+            if rows < want or not budget:
                 break
         if batch and self._mixed:
             batch += [(lane, 1) for lane in self._lanes if lane.running and self._grow(lane, 1)]
@@ -144,15 +146,14 @@ class Scheduler:
         return batch
 
     def _admit(self) -> _Lane | None:
-        """Gives the first waiting request a row if its prompt will fit beside what admitted prompts still need."""
+        """Gives the first waiting request a row if all of its prompt will fit; prompts before it have their pages."""
         if not self._waiting or not self._pool.free_rows:
             return None
         index, until = self._waiting[0]
         chain = self._chains[index]
         shared = self._cache.match(chain, min(len(chain), (until - 1) // BLOCK_TOKENS))
         idle = self._cache.idle_pages - sum(self._pool.refs[page] == 1 for page in shared)
-        promised = sum(self._pool.missing(lane.row, lane.prefill_until)[0] for lane in self._lanes)
-        if -(-until // self._pool.page_size) - len(shared) > self._pool.free_pages + idle - promised:
+        if -(-until // self._pool.page_size) - len(shared) > self._pool.free_pages + idle:
             return None
         self._waiting.popleft()
         hit = len(shared) * self._pool.page_size
