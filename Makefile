@@ -12,6 +12,7 @@ demo:
 test:
 	@$(PYTHON) .ci/setup_venv.py test
 	$(VENV) -m pytest
+	TRITON_INTERPRET=1 $(VENV) -m pytest -m interpreter
 
 lint:
 	@$(PYTHON) .ci/setup_venv.py test dev

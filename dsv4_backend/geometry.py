@@ -73,19 +73,23 @@ class CacheGeometry:
         Raises:
             ValueError: negative, or more than the speculative rings can roll back.
         """
-        if isinstance(num_draft_tokens, bool) or not isinstance(num_draft_tokens, int) or num_draft_tokens < 0:
-            raise ValueError(f"num_draft_tokens: expected an int of at least 0, got {num_draft_tokens!r}")
         geom = cls() if num_draft_tokens == 0 else cls(c4_ring=16, c128_ring=256)
         geom.check_drafts(num_draft_tokens)
         return geom
 
     @property
     def draft_capacity(self) -> int:
-        """Most rows a verify step may have for every accept length to stay servable from the rings."""
+        """Most rows of a request in a verify step: no more fit the rings beside the windows that read them.
+
+        A ring without spare rows (8 / 128: capacity 2) writes no pad, so there a rejected row next to a border of 128
+        leaves a window without its state. `for_drafts` never chooses such rings for speculation.
+        """
         return min(self.ring(ratio) - READ_WINDOW[ratio] + 2 for ratio in RATIOS)
 
     def check_drafts(self, num_draft_tokens: int) -> None:
-        """Raises ValueError when `num_draft_tokens` exceeds `draft_capacity`."""
+        """Raises ValueError unless `num_draft_tokens` is an int from 0 to `draft_capacity`."""
+        if isinstance(num_draft_tokens, bool) or not isinstance(num_draft_tokens, int) or num_draft_tokens < 0:
+            raise ValueError(f"num_draft_tokens: expected an int of at least 0, got {num_draft_tokens!r}")
         if num_draft_tokens <= self.draft_capacity:
             return
         # The ratio with the least room over its read window is the one that refuses.

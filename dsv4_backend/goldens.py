@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import zipfile
+import zlib
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -76,10 +77,7 @@ def load_plan_goldens(directory: Path) -> list[PlanGolden]:
         if path.name.startswith("pool_"):
             continue
         arrays = _load(path)
-        kind = str(arrays.get("kind", "nothing"))
-        missing = sorted(_REQUIRED.get(kind, {"kind"}) - arrays.keys())
-        if kind not in _REQUIRED or missing:
-            raise ValueError(f"{path}: expected a plan golden, got kind {kind!r} without {', '.join(missing)}")
+        _check_arrays(path, arrays)
         pool_file = str(arrays["pool_file"])
         if pool_file not in pools:
             pools[pool_file] = _load(directory / pool_file)
@@ -92,9 +90,36 @@ def load_plan_goldens(directory: Path) -> list[PlanGolden]:
     return goldens
 
 
+_SCALARS = ("kind", "compress_ratio", "swa_page_size", "ring_size", "pool_file", "num_q_tokens", "planner_path")
+_COLUMNS = {"exp_plan_c": 5, "exp_plan_w": 2, "exp_plan_d": 4}
+
+
+def _check_arrays(path: Path, arrays: dict[str, Any]) -> None:
+    """Raises ValueError unless `arrays` are those of a plan golden, in shapes that go together."""
+    kind = str(arrays.get("kind", "nothing"))
+    if kind not in _REQUIRED:
+        raise ValueError(f"{path}: expected a plan golden, got kind {kind!r}")
+    missing = sorted(_REQUIRED[kind] - arrays.keys())
+    if missing:
+        raise ValueError(f"{path}: expected a plan golden, got kind {kind!r} without {', '.join(missing)}")
+    batch = arrays["req_pool_indices"].shape
+    for name in sorted(_REQUIRED[kind]):
+        array = arrays[name]
+        if name in _SCALARS:
+            expected: tuple[int, ...] = ()
+        elif name in _COLUMNS:
+            expected = (array.shape[0] if array.ndim else 0, _COLUMNS[name])
+        elif name == "exp_plan_c_pages_meaningful":
+            expected = arrays["exp_plan_c"].shape[:1]
+        else:
+            expected = (batch[0] if batch else 0,)
+        if array.shape != expected:
+            raise ValueError(f"{path}: {name}: expected shape {list(expected)}, got {list(array.shape)}")
+
+
 def _load(path: Path) -> dict[str, Any]:
     try:
         with np.load(path, allow_pickle=False) as file:
             return {name: file[name] for name in file.files}
-    except (OSError, ValueError, EOFError, zipfile.BadZipFile, AttributeError) as error:
+    except (OSError, ValueError, EOFError, TypeError, AttributeError, zipfile.BadZipFile, zlib.error) as error:
         raise ValueError(f"{path}: expected a readable .npz file, got {type(error).__name__}: {error}") from error

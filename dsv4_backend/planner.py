@@ -14,7 +14,7 @@ from dsv4_backend import dispatch
 from dsv4_backend.geometry import RATIOS, CacheGeometry
 from dsv4_backend.plans import DecodePlans, PrefillPlan, check_num_rows, check_ratios
 from dsv4_backend.tables import RequestTables
-from dsv4_backend.validation import INT_DTYPES, expect_tensor
+from dsv4_backend.validation import INT_DTYPES, expect_tensor, expect_type
 
 
 def plan_prefill(
@@ -55,7 +55,7 @@ def plan_prefill(
         ValueError: before anything is computed; the message says what was expected and what came.
     """
     ratios = check_ratios(ratios)
-    batch_size = _check_requests(req_pool_indices, tables)
+    batch_size = _check_requests(req_pool_indices, tables, geom)
     for name, lens in (("seq_lens", seq_lens), ("extend_lens", extend_lens)):
         expect_tensor(name, lens, dtypes=INT_DTYPES, ndim=1, size=batch_size)
     if seq_lens.device != extend_lens.device:
@@ -65,7 +65,8 @@ def plan_prefill(
     if seq_lens.device.type == "cpu":
         num_rows = _check_host_lengths(seq_lens, extend_lens, tables, num_rows)
     elif seq_lens.device != tables.device:
-        raise ValueError(f"seq_lens: expected a tensor on cpu or {tables.device}, got one on {seq_lens.device}")
+        places = " or ".join(sorted({"cpu", str(tables.device)}))
+        raise ValueError(f"seq_lens: expected a tensor on {places}, got one on {seq_lens.device}")
     elif num_rows is None:
         raise ValueError("num_rows: expected an int, since the lengths are on the device; got None")
     num_rows = check_num_rows(num_rows)
@@ -113,7 +114,7 @@ def plan_decode(
         ValueError: before anything is computed; the message says what was expected and what came.
     """
     ratios = check_ratios(ratios)
-    batch_size = _check_requests(req_pool_indices, tables)
+    batch_size = _check_requests(req_pool_indices, tables, geom)
     expect_tensor("seq_lens", seq_lens, dtypes=INT_DTYPES, ndim=1, size=batch_size, device=tables.device)
     if seq_lens.device.type == "cpu":
         _expect_range("seq_lens", seq_lens, 1, tables.max_seq_len, "columns of req_to_token")
@@ -128,7 +129,9 @@ def plan_decode(
     return out
 
 
-def _check_requests(req_pool_indices: torch.Tensor, tables: RequestTables) -> int:
+def _check_requests(req_pool_indices: torch.Tensor, tables: RequestTables, geom: CacheGeometry) -> int:
+    expect_type("tables", tables, RequestTables)
+    expect_type("geom", geom, CacheGeometry)
     expect_tensor("req_pool_indices", req_pool_indices, dtypes=INT_DTYPES, ndim=1, device=tables.device)
     return req_pool_indices.shape[0]
 
@@ -177,8 +180,7 @@ def _check_out(
     ratios: tuple[int, ...],
     device: torch.device,
 ) -> None:
-    if not isinstance(out, kind):
-        raise ValueError(f"out: expected a {kind.__name__}, got {type(out).__name__}")
+    expect_type("out", out, kind)
     if out.ratios != tuple(sorted(ratios)):
         raise ValueError(f"out: expected a plan of the ratios {tuple(sorted(ratios))}, got one of {out.ratios}")
     if out.num_rows not in (None, num_rows):

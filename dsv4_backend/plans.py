@@ -61,14 +61,14 @@ def compress_dtype(num_rows: int) -> np.dtype:
 
 
 def check_ratios(ratios: Iterable[int]) -> tuple[int, ...]:
-    """`ratios` as a tuple; ValueError when one is not 4 or 128, or is there twice."""
-    found = tuple(ratios)
-    if any(r not in RATIOS for r in found) or len(set(found)) != len(found):
-        raise ValueError(f"ratios: expected a selection of {RATIOS}, each at most once, got {found}")
+    """`ratios` as a tuple; ValueError when it is not a selection of 4 and 128, each at most once."""
+    found = tuple(ratios) if isinstance(ratios, Iterable) else None
+    if found is None or any(type(r) is not int or r not in RATIOS for r in found) or len(set(found)) != len(found):
+        raise ValueError(f"ratios: expected a selection of {RATIOS}, each at most once, got {ratios!r}")
     return found
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class CompressPlan:
     """The rows of one ratio in a batch with several rows a request.
 
@@ -113,7 +113,7 @@ class CompressPlan:
         return rows[rows["ragged_id"] != INVALID]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class PrefillPlan:
     """Plans of a batch with any number of rows a request (prefill, verify).
 
@@ -136,6 +136,7 @@ class PrefillPlan:
             if plan is not None:
                 shape = (self.num_rows, compress_dtype(self.num_rows or 0).itemsize)
                 _expect_buffer(f"c{plan.ratio}.compress", plan.compress, shape, torch.uint8, self.device)
+        _expect_distinct(self)
 
     @property
     def device(self) -> torch.device:
@@ -194,7 +195,7 @@ class PrefillPlan:
         check_error(self.error)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class DecodePlan:
     """The rows of one ratio in a batch with one row a request.
 
@@ -219,7 +220,7 @@ class DecodePlan:
         return _to_records(self.rows, DECODE)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class DecodePlans:
     """Plans of a batch with one row a request.
 
@@ -239,6 +240,7 @@ class DecodePlans:
             if plan is not None:
                 shape = (self.num_rows or 0, DECODE.itemsize)
                 _expect_buffer(f"c{plan.ratio}.rows", plan.rows, shape, torch.uint8, self.device)
+        _expect_distinct(self)
 
     @property
     def device(self) -> torch.device:
@@ -291,7 +293,10 @@ def check_num_rows(num_rows: object, name: str = "num_rows") -> int:
 
 
 def check_error(error: torch.Tensor) -> None:
-    """Reads an int32 [1] error flag (syncs), clears it, and raises ValueError if it was set."""
+    """Reads an int32 [1] error flag (syncs), clears it, and raises ValueError if it was set.
+
+    Where several things were wrong, the message names one of them.
+    """
     code = int(error.item())
     if code:
         error.zero_()
@@ -326,5 +331,12 @@ def _expect_buffer(
         raise ValueError(f"{name}: expected an address that is a multiple of 16, got {tensor.data_ptr():#x}")
 
 
+def _expect_distinct(plan: PrefillPlan | DecodePlans) -> None:
+    owners: dict[int, str] = {}
+    for name, tensor in plan.tensors():
+        if tensor.data_ptr() and owners.setdefault(tensor.data_ptr(), name) != name:
+            raise ValueError(f"{name}: expected memory of its own, got that of {owners[tensor.data_ptr()]}")
+
+
 def _to_records(rows: torch.Tensor, dtype: np.dtype) -> np.ndarray:
-    return rows.cpu().contiguous().numpy().view(dtype).reshape(-1)
+    return rows.cpu().contiguous().numpy().view(dtype).reshape(-1).copy()

@@ -10,7 +10,7 @@ import torch
 from dsv4_backend.validation import expect_tensor
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class RequestTables:
     """Maps a request and a position to a slot of the full pool, and that slot to one of the sliding-window pool.
 
@@ -18,7 +18,7 @@ class RequestTables:
         req_to_token: int32 [R, C], any row stride, unit column stride. `req_to_token[r, p]` is the slot of position p
             of request r. Row 0 is the padding request: all zero.
         full_to_swa: int64 [S], contiguous, on the same device. Window slot of a full slot; 0 where the token was
-            evicted or never had one; -1 stays -1. The last element is -1.
+            evicted or never had one, else at least -1. The last element is -1.
 
     Request 0, page 0 and slot 0 are reserved: padding reads and writes land there. Slots at or beyond S (and below
     -1) translate to window slot 0 and set the error flag of whatever read them; slot -1 translates to -1.

@@ -37,3 +37,9 @@ def expect_tensor(
     if device is not None and value.device != device:
         raise ValueError(f"{name}: expected a tensor on {device}, got one on {value.device}")
     return value
+
+
+def expect_type(name: str, value: object, kind: type) -> None:
+    """Raises ValueError unless `value` is a `kind`."""
+    if not isinstance(value, kind):
+        raise ValueError(f"{name}: expected a {kind.__name__}, got {type(value).__name__}")

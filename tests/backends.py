@@ -11,7 +11,7 @@ import torch
 from dsv4_backend import CacheGeometry, DecodePlans, PrefillPlan, RequestTables, dispatch
 
 INTERPRET = os.environ.get("TRITON_INTERPRET") == "1"
-BACKENDS = [("torch", "cpu"), ("torch", "cuda")]
+BACKENDS = [("torch", "cpu"), ("torch", "cuda"), ("triton", "cpu"), ("triton", "cuda")]
 EXAMPLES = 8 if INTERPRET else 100
 """Hypothesis examples of a property. The interpreter takes 0.1 s for every 32 rows of a plan."""
 POISON = 0xAB
@@ -30,6 +30,7 @@ def _each(backends: Iterable[tuple[str, str]]) -> pytest.MarkDecorator:
 each_backend = _each(BACKENDS)
 # All but the interpreter, for what would take it minutes.
 each_fast_backend = _each(backend for backend in BACKENDS if not (INTERPRET and backend[0] == "triton"))
+each_gpu_backend = _each(backend for backend in BACKENDS if backend[1] == "cuda")
 each_compiled_backend = _each(backend for backend in BACKENDS if backend == ("triton", "cuda"))
 
 

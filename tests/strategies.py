@@ -204,19 +204,24 @@ def bad_batches(draw: st.DrawFn) -> Batch:
     """A batch in which lengths, ids, slots or the number of rows may be anything that fits its dtype."""
     batch = draw(batches())
     num_requests, columns = batch.pool.req_to_token.shape
-    wild = st.sampled_from((-1, -2, -(2**31), 2**31 - 1, columns + 1, columns + 128, num_requests, num_requests + 1))
+    kinds = draw(st.sampled_from((("slots",), ("lengths",), ("rows",), ("slots", "lengths", "rows"))))
     columns_of_batch = [list(batch.seq_lens), list(batch.extend_lens), list(batch.reqs)]
-    for values in columns_of_batch:
-        for b in range(len(values)):
-            if draw(st.integers(0, 3)) == 0:
-                values[b] = draw(wild)
-    req_to_token = batch.pool.req_to_token.copy()
-    if draw(st.booleans()):
+    req_to_token, num_rows = batch.pool.req_to_token.copy(), batch.num_rows
+    if "lengths" in kinds:
+        wild = st.sampled_from(
+            (-1, -2, -(2**31), 2**31 - 1, columns + 1, columns + 128, num_requests, num_requests + 1)
+        )
+        for values in columns_of_batch:
+            for b in range(len(values)):
+                if draw(st.integers(0, 3)) == 0:
+                    values[b] = draw(wild)
+    if "slots" in kinds:
         chance = np.random.default_rng(draw(st.integers(0, 2**16))).random(req_to_token.shape)
         for k, slot in enumerate((-2, -(2**31), len(batch.pool.full_to_swa), 2**31 - 1)):
-            req_to_token[(chance >= k / 100) & (chance < (k + 1) / 100)] = slot
+            req_to_token[(chance >= k / 20) & (chance < (k + 1) / 20)] = slot
+    if "rows" in kinds:
+        num_rows = max(0, num_rows - draw(st.sampled_from((0, 1, 40))))
     pool = Pool(req_to_token, batch.pool.full_to_swa, batch.pool.spare_columns, batch.pool.skipped_rows)
-    num_rows = max(0, batch.num_rows - draw(st.sampled_from((0, 0, 0, 1, 40))))
     return Batch(batch.geom, pool, *columns_of_batch, num_rows, batch.forms)
 
 

@@ -79,8 +79,8 @@ def test_what_is_missing_comes_with_the_command_that_gets_it(monkeypatch: pytest
     monkeypatch.setattr(
         importlib.util, "find_spec", lambda name, *rest: None if name == "matplotlib" else find_spec(name, *rest)
     )
-    row = re.split(r"\s{2,}", line_with(doctor(), "dsv4 replay --plot"))
-    assert row == ["dsv4 replay --plot", "no", "pip install 'dsv4-backend[bench]'"]
+    row = re.split(r"\s{2,}", line_with(doctor(), "--plot"))
+    assert row == ["--plot", "no", "pip install 'dsv4-backend[bench]'"]
 
 
 def test_a_narrow_terminal_loses_nothing() -> None:

@@ -178,7 +178,7 @@ def test_counts_and_order(impl: str, device: str, batch: Batch) -> None:
         assert (compress["read_page_1"][unread] == -1).all()
 
 
-@each_backend
+@each_fast_backend
 @settings(max_examples=EXAMPLES // 2)
 @given(
     geom=st.sampled_from(GEOMETRIES),

@@ -14,6 +14,7 @@ from backends import (
     each_backend,
     each_compiled_backend,
     each_fast_backend,
+    each_gpu_backend,
     poisoned_prefill,
     prefill_past_checks,
     repeats,
@@ -268,8 +269,7 @@ def test_b13_first_boundary(impl: str, device: str, length: int) -> None:
             assert one["buffer_len"].tolist() == [7 if ratio == 4 else 127]
 
 
-@pytest.mark.gpu
-@each_backend
+@each_gpu_backend
 def test_b14_plans_dropped_while_a_kernel_still_reads_them(impl: str, device: str) -> None:
     extends, reqs = [40, 3, 77, 200], [1, 2, 3, 4]
     tables = plain_tables(5, 400, device)

@@ -32,6 +32,15 @@ from dsv4_backend.replay.scheduler import Scheduler
 TINY = {"num_pages": 22, "num_window_pages": 7}
 
 
+@pytest.fixture(autouse=True, scope="module")
+def one_thread() -> Iterator[None]:
+    """Plans of a few rows: on a busy machine, threads that wait for each other take far longer than the work."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
 def finish(requests: list[TraceRequest], **settings: object) -> ReplayResult:
     """Replays to the end and checks the totals that any schedule must have."""
     result = replay_trace(requests, ReplayOptions(**settings))  # type: ignore[arg-type]

@@ -8,7 +8,10 @@ from importlib import metadata
 
 import torch
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
+
+from dsv4_backend.dispatch import has_triton, interpreter_on
 
 PACKAGES = ("torch", "triton", "numpy", "einops", "rich", "typer", "matplotlib", "flashinfer-python")
 
@@ -21,20 +24,31 @@ def doctor() -> None:
         versions.add_row(name, _version(name))
     console.print(versions)
     console.print(f"Python {platform.python_version()} on {platform.system()} {platform.machine()}")
-    console.print(_gpu())
+    console.print(escape(_gpu()))
 
     features = Table("feature", "runs here", "why, or how to get it", box=None)
     for feature, runs, why in _features():
-        features.add_row(feature, "[green]yes[/]" if runs else "[red]no[/]", why)
+        features.add_row(feature, "[green]yes[/]" if runs else "[red]no[/]", escape(why))
     console.print(features)
 
 
 def _features() -> list[tuple[str, bool, str]]:
     plot = importlib.util.find_spec("matplotlib") is not None
+    gpu = torch.cuda.is_available()
+    if not has_triton():
+        triton = False, "Triton is missing (it has wheels for Linux): pip install triton"
+    elif gpu:
+        triton = True, "compiled for this GPU"
+    elif interpreter_on():
+        triton = True, "in Triton's interpreter (TRITON_INTERPRET=1), slowly"
+    else:
+        triton = False, "no GPU; TRITON_INTERPRET=1 runs it in Triton's interpreter"
     return [
         ('planner, impl="torch"', True, "runs on any device that torch has"),
+        ('planner, impl="triton"', *triton),
         ("dsv4 replay, dsv4 verify plans", True, "on the CPU, and on a CUDA GPU where there is one"),
-        ("dsv4 replay --plot", plot, "matplotlib is here" if plot else "pip install 'dsv4-backend[bench]'"),
+        ("dsv4 bench planner", gpu, "GPU and host time" if gpu else "no GPU: host time only"),
+        ("--plot", plot, "matplotlib is here" if plot else "pip install 'dsv4-backend[bench]'"),
     ]
 
 

@@ -39,6 +39,6 @@ def plans(
         difference = verify_plan(golden, chosen, where)
         failed += difference is not None
         verdict = "[green]ok[/]  " if difference is None else "[red]DIFF[/]"
-        console.print(f"{verdict} {golden.name}{'' if difference is None else ': ' + escape(difference)}")
+        console.print(f"{verdict} {escape(golden.name)}{'' if difference is None else ': ' + escape(difference)}")
     console.print(f"{len(goldens)} checked, {len(goldens) - failed} equal, {failed} different (impl {chosen}, {where})")
     raise typer.Exit(1 if failed else 0)

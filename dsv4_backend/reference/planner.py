@@ -92,9 +92,10 @@ def plan_decode(
 
 
 def _batch_rows(seq: torch.Tensor, extend: torch.Tensor, req: torch.Tensor) -> Rows:
-    owner = torch.arange(len(extend), device=extend.device).repeat_interleave(extend)
-    ragged_id = torch.arange(len(owner), device=extend.device)
-    j = ragged_id - (extend.cumsum(0) - extend)[owner]
+    end = extend.cumsum(0)
+    ragged_id = torch.arange(int(extend.sum()), device=extend.device)
+    owner = torch.searchsorted(end, ragged_id, right=True)
+    j = ragged_id - (end - extend)[owner]
     return Rows(ragged_id, j, (seq - extend)[owner] + j, seq[owner], req[owner])
 
 
