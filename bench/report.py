@@ -38,7 +38,7 @@ def environment(device: torch.device) -> dict[str, str]:
 
 def print_table(title: str, rows: Sequence[Row], env: dict[str, str]) -> None:
     """One line a case; columns are the keys of the first row."""
-    console = Console(highlight=False, soft_wrap=True)
+    console = Console(highlight=False, soft_wrap=True, width=None if sys.stdout.isatty() else 160)
     console.print(" | ".join(f"{key} {value}" for key, value in env.items()))
     table = Table(title=title, box=None, title_justify="left")
     for name in rows[0]:
@@ -74,7 +74,7 @@ def plot_bars(path: Path, title: str, rows: Sequence[Row], columns: Sequence[str
         bars = axes.barh(at, [row[column] for row in rows if row.get(column) is not None], height, label=column)
         axes.bar_label(bars, fmt="%.1f", padding=2, fontsize=7)
     axes.set_yticks([i + 0.4 - height / 2 for i in range(len(rows))], [str(row["case"]) for row in rows], fontsize=8)
-    axes.invert_yaxis()
+    axes.set_ylim(len(rows), -0.5)
     axes.set_xscale("log")
     axes.set_xlabel("us")
     axes.set_title(title)

@@ -72,7 +72,8 @@ class Launcher:
         found = self._compiled.get(key)
         if found is not None:
             compiled, values = found
-            compiled[grid](*args, *values)
+            # Addresses, because Triton would ask each tensor for its own and then the driver whether it is valid.
+            compiled[grid](*[arg if isinstance(arg, int) else arg.data_ptr() for arg in args], *values)
             return
         named = constants()
         compiled = self._kernel[grid](*args, **named)

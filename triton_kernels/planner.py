@@ -86,7 +86,7 @@ _launch_decode = Launcher(_plan_decode_kernel)
 # that a handful of compilations serves every batch. One warp needs no barriers; many rows want wider programs.
 PREFILL_TIERS = (
     (32, 65_536, dict(CHUNK=32, BLOCK=32, num_warps=1)),
-    (128, 4096, dict(CHUNK=128, BLOCK=32, num_warps=1)),
+    (128, 4096, dict(CHUNK=128, BLOCK=16, num_warps=1)),
     (256, 4096, dict(CHUNK=256, BLOCK=32, num_warps=1)),
     (128, 2**31, dict(CHUNK=128, BLOCK=128, num_warps=4)),
     (512, 2**31, dict(CHUNK=512, BLOCK=128, num_warps=4)),

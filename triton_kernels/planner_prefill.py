@@ -78,9 +78,13 @@ def _plan_prefill_kernel(
 ):
     """A program for each block of rows; each holds all lengths of the batch at once."""
     if PDL:
-        # The next kernel may get ready; what the previous one wrote is visible once the wait is over.
-        tl.extra.cuda.gdc_launch_dependents()
+        # The next kernel may get ready; what the previous one wrote is visible once the wait is over. A large grid
+        # waits first: the next one would take the multiprocessors' room before this one has started to work.
+        if BLOCK <= 32:
+            tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
+        if BLOCK > 32:
+            tl.extra.cuda.gdc_launch_dependents()
     first_row = tl.program_id(0) * BLOCK
     row = first_row + tl.arange(0, BLOCK)
     index = tl.arange(0, CHUNK)
@@ -320,8 +324,8 @@ def _plan_prefill_chunked_kernel(
 ):
     """The same for batches of any size: lengths are read in chunks, and a program plans several blocks of rows."""
     if PDL:
-        tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
     first_row = tl.program_id(0) * num_blocks * BLOCK
 
     # Pass 1 over the lengths. Most batches need no more than the quick scan.
