@@ -12,7 +12,7 @@ import torch
 
 @dataclass(frozen=True)
 class Timing:
-    """Microseconds of one call: median, 10th and 90th percentile on the GPU, median on the host, kernels launched.
+    """Microseconds of one call: median, 10th and 90th percentile on the GPU, median on the host.
 
     What was not measured (the GPU's share on a CPU) is None.
     """
@@ -21,18 +21,15 @@ class Timing:
     gpu_p10_us: float | None
     gpu_p90_us: float | None
     host_us: float
-    launches: int | None
 
 
 def measure(fn: Callable[[], object], device: torch.device) -> Timing:
     """Times `fn`, which enqueues work on `device` and can be captured in a CUDA graph."""
     if device.type != "cuda":
-        return Timing(None, None, None, host_us(fn, device), None)
+        return Timing(None, None, None, host_us(fn, device))
     samples = sorted(graph_us(fn))
     tenth = len(samples) // 10
-    return Timing(
-        statistics.median(samples), samples[tenth], samples[-1 - tenth], host_us(fn, device), count_launches(fn)
-    )
+    return Timing(statistics.median(samples), samples[tenth], samples[-1 - tenth], host_us(fn, device))
 
 
 def graph_us(fn: Callable[[], object], calls: int = 20, replays: int = 50) -> list[float]:
@@ -47,8 +44,11 @@ def graph_us(fn: Callable[[], object], calls: int = 20, replays: int = 50) -> li
     with torch.cuda.graph(graph, stream=stream):
         for _ in range(calls):
             kept.append(fn())
-    for _ in range(3):
+    # Clocks rise under load, within some milliseconds.
+    warm_until = time.perf_counter() + 0.05
+    while time.perf_counter() < warm_until:
         graph.replay()
+        torch.cuda.synchronize()
     samples = []
     for _ in range(replays):
         begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
@@ -76,7 +76,10 @@ def host_us(fn: Callable[[], object], device: torch.device, rounds: int = 20) ->
 
 
 def count_launches(fn: Callable[[], object]) -> int:
-    """Kernels, copies and fills that one call of `fn` puts on the GPU."""
+    """Kernels, copies and fills that one call of `fn` puts on the GPU.
+
+    Call it after everything is timed: once a profiler has run in a process, every launch takes longer.
+    """
     torch.cuda.synchronize()
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
         fn()
