@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import statistics
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -26,22 +27,25 @@ PEER_MAX_BATCH, PEER_MAX_ROWS = 1024, 65_536
 
 @dataclass(frozen=True)
 class Case:
-    """A batch: rows a request adds, tokens it had before. `decode` plans it with `plan_decode`."""
+    """A batch: rows a request adds, tokens it had before, room for rows (0: just enough). `decode`: one row each."""
 
     id: str
     extends: tuple[int, ...]
     prefixes: tuple[int, ...]
+    bucket: int = 0
     decode: bool = False
 
     @property
     def num_rows(self) -> int:
-        return sum(self.extends)
+        return self.bucket or sum(self.extends)
 
 
-def _case(name: str, extends: Sequence[int], prefixes: Sequence[int] | int = 0, decode: bool = False) -> Case:
+def _case(
+    name: str, extends: Sequence[int], prefixes: Sequence[int] | int = 0, bucket: int = 0, decode: bool = False
+) -> Case:
     if isinstance(prefixes, int):
         prefixes = [prefixes] * len(extends)
-    return Case(name, tuple(extends), tuple(prefixes), decode)
+    return Case(name, tuple(extends), tuple(prefixes), bucket, decode)
 
 
 def _verify(batch_size: int, width: int = 4) -> Case:
@@ -88,6 +92,9 @@ def cases() -> list[Case]:
         _case("2x32768", [32_768] * 2, [0, 129]),
         _case("mixed 3x4096 + 1", [1, 4096, 4096, 4096], [777, 0, 0, 0]),
         _case("33 x 1000, 128-aligned prefix", [1000] * 33, 128 * 7),
+        _case("8 x 6 in a bucket of 2048", [6] * 8, bucket=2048),
+        _case("3 x 33 in a bucket of 4096", [33] * 3, 100, bucket=4096),
+        _case("ragged 8192 x 1..4 in a bucket of 2^20", [1 + i % 4 for i in range(8192)], 1000, bucket=2**20),
         _verify(2048),
         _verify(8192),
         _verify(32_768),
@@ -156,8 +163,7 @@ def _run_case(case: Case, inputs: Inputs, device: torch.device, impl: str, peer:
         if peer.serves(case):
             peer.check(case, inputs, plan())
             both = peer.function(inputs, case.num_rows)
-            samples = sorted(graph_us(both))
-            row["peer gpu us"] = samples[len(samples) // 2]
+            row["peer gpu us"] = statistics.median(graph_us(both))
             row["peer host us"] = host_us(both, device)
             row["ratio"] = row["peer gpu us"] / row["gpu us"]
     return row

@@ -1,4 +1,4 @@
-"""A standalone DeepSeek-V4 compressed-attention backend: plans, metadata and kernels for a paged cache."""
+"""A standalone DeepSeek-V4 compressed-attention backend; so far, compression plans for a paged cache."""
 
 from dsv4_backend.geometry import CacheGeometry
 from dsv4_backend.planner import plan_decode, plan_prefill

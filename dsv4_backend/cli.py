@@ -8,7 +8,7 @@ from dsv4_backend.commands import bench, doctor, replay, verify
 
 app = typer.Typer(
     name="dsv4",
-    help="DeepSeek-V4 compressed attention: plans, metadata, kernels; verified and measured.",
+    help="Compression plans of DeepSeek-V4 attention: replayed, verified and measured.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,

@@ -43,7 +43,7 @@ class CacheGeometry:
     Raises:
         ValueError: a size is not an int, not positive, or breaks one of the rules above.
 
-    Source: spec "Memory layouts" 4.1 and 4.4; ring and draft limits: "Plans" 5.2 and 5.3.
+    Source: docs/plans.md, "State rings".
     """
 
     page_size: int = 256

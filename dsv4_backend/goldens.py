@@ -84,6 +84,12 @@ def load_plan_goldens(directory: Path) -> list[PlanGolden]:
         pool = pools[pool_file]
         if not {"req_to_token", "full_to_state"} <= pool.keys():
             raise ValueError(f"{directory / pool_file}: expected req_to_token and full_to_state, got {sorted(pool)}")
+        for table, dtype, ndim in (("req_to_token", np.int32, 2), ("full_to_state", np.int64, 1)):
+            if pool[table].dtype != dtype or pool[table].ndim != ndim:
+                raise ValueError(
+                    f"{directory / pool_file}: {table}: expected {dtype.__name__} with {ndim} dimensions, got "
+                    f"{pool[table].dtype} {list(pool[table].shape)}"
+                )
         goldens.append(PlanGolden(path.stem, arrays, pool["req_to_token"], pool["full_to_state"]))
     if not goldens:
         raise ValueError(f"{directory}: expected at least one golden (*.npz), got none")
@@ -115,6 +121,8 @@ def _check_arrays(path: Path, arrays: dict[str, Any]) -> None:
             expected = (batch[0] if batch else 0,)
         if array.shape != expected:
             raise ValueError(f"{path}: {name}: expected shape {list(expected)}, got {list(array.shape)}")
+        if name not in ("kind", "pool_file", "planner_path") and array.dtype.kind not in "ib":
+            raise ValueError(f"{path}: {name}: expected integers, got {array.dtype}")
 
 
 def _load(path: Path) -> dict[str, Any]:

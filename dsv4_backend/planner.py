@@ -1,7 +1,7 @@
 """Compression plans of a batch: one call for both ratios.
 
-Which rows complete an entry, which rows are kept as state, and where: spec "Plans" 5.2, with the rules of SGLang
-0.5.23. The semantics live in `dsv4_backend.reference.planner`.
+Which rows complete an entry, which rows are kept as state, and where: docs/plans.md. The semantics live in
+`dsv4_backend.reference.planner`.
 """
 
 from __future__ import annotations
@@ -110,6 +110,9 @@ def plan_decode(
     Tensors on a CPU are checked here. On a GPU a request whose id or length is out of range is planned as the padding
     request (request 0, length 1), and `plan.check()` raises.
 
+    Returns:
+        `out`, or a new plan, with the rows in the order of the requests.
+
     Raises:
         ValueError: before anything is computed; the message says what was expected and what came.
     """
@@ -132,6 +135,11 @@ def plan_decode(
 def _check_requests(req_pool_indices: torch.Tensor, tables: RequestTables, geom: CacheGeometry) -> int:
     expect_type("tables", tables, RequestTables)
     expect_type("geom", geom, CacheGeometry)
+    if tables.num_requests * geom.c128_ring >= 2**31:
+        raise ValueError(
+            f"geom: expected fewer than 2^31 state rows for ratio 128, got {tables.num_requests} requests of "
+            f"{geom.c128_ring} rows"
+        )
     expect_tensor("req_pool_indices", req_pool_indices, dtypes=INT_DTYPES, ndim=1, device=tables.device)
     return req_pool_indices.shape[0]
 

@@ -1,6 +1,6 @@
 """Plan containers: which rows complete a compressed entry, and which rows are kept as state.
 
-Byte layouts are SGLang's, little endian (spec "Plans" 5.1), so that its kernels read our plans as they are.
+Byte layouts are SGLang's, little endian (docs/plans.md), so that its kernels read our plans as they are.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ ERROR_LENGTHS = 1
 ERROR_SLOT = 2
 ERROR_TEXT = {
     ERROR_LENGTHS: "a length or request id was out of range (negative, longer than the table, or more rows than "
-    "num_rows); the requests concerned were planned as padding",
+    "num_rows); that request, or with too many rows the whole batch, was planned as empty or as padding",
     ERROR_SLOT: "a slot in req_to_token lies beyond full_to_swa; it was read as window slot 0",
 }
 
@@ -118,7 +118,7 @@ class PrefillPlan:
     """Plans of a batch with any number of rows a request (prefill, verify).
 
     Attributes:
-        header: int32 [8], see `HEADER_FIELDS`.
+        header: int32 [8], see `HEADER_FIELDS`; the counts of a ratio not asked for are 0.
         error: int32 [1]. Set, never cleared, by planning; see `check`.
         c4, c128: CompressPlan, or None for a ratio not asked for.
     """
@@ -190,8 +190,10 @@ class PrefillPlan:
                 yield f"c{plan.ratio}.write", plan.write
 
     def check(self) -> None:
-        """Waits for the device and raises ValueError if planning into these buffers met a bad input since the last
-        check; clears the flag."""
+        """Raises ValueError if planning into these buffers met a bad input since the last check; clears the flag.
+
+        Waits for the current stream, which must be the one that plans.
+        """
         check_error(self.error)
 
 
@@ -278,8 +280,10 @@ class DecodePlans:
                 yield f"c{plan.ratio}.rows", plan.rows
 
     def check(self) -> None:
-        """Waits for the device and raises ValueError if planning into these buffers met a bad input since the last
-        check; clears the flag."""
+        """Raises ValueError if planning into these buffers met a bad input since the last check; clears the flag.
+
+        Waits for the current stream, which must be the one that plans.
+        """
         check_error(self.error)
 
 
@@ -293,9 +297,9 @@ def check_num_rows(num_rows: object, name: str = "num_rows") -> int:
 
 
 def check_error(error: torch.Tensor) -> None:
-    """Reads an int32 [1] error flag (syncs), clears it, and raises ValueError if it was set.
+    """Reads an int32 [1] error flag, clears it, and raises ValueError if it was set.
 
-    Where several things were wrong, the message names one of them.
+    Waits for the current stream: call it on the one that plans. Where several things were wrong, at least one is named.
     """
     code = int(error.item())
     if code:
@@ -332,10 +336,13 @@ def _expect_buffer(
 
 
 def _expect_distinct(plan: PrefillPlan | DecodePlans) -> None:
-    owners: dict[int, str] = {}
-    for name, tensor in plan.tensors():
-        if tensor.data_ptr() and owners.setdefault(tensor.data_ptr(), name) != name:
-            raise ValueError(f"{name}: expected memory of its own, got that of {owners[tensor.data_ptr()]}")
+    """Raises ValueError when two buffers of `plan` share memory."""
+    begin, begin_name = 0, ""
+    spans = ((t.data_ptr(), t.numel() * t.element_size(), name) for name, t in (("error", plan.error), *plan.tensors()))
+    for start, size, name in sorted(span for span in spans if span[0]):
+        if start < begin:
+            raise ValueError(f"{name}: expected memory of its own, got some of {begin_name}")
+        begin, begin_name = start + size, name
 
 
 def _to_records(rows: torch.Tensor, dtype: np.dtype) -> np.ndarray:

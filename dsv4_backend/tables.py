@@ -26,7 +26,7 @@ class RequestTables:
     Raises:
         ValueError: a dtype, rank, stride, size or device is not as above.
 
-    Source: spec "Memory layouts" 4.1.
+    Contents are not checked. Source: docs/plans.md, "Tables".
     """
 
     req_to_token: torch.Tensor
@@ -38,6 +38,9 @@ class RequestTables:
         rows, columns = self.req_to_token.shape
         if rows < 1 or columns < 1:
             raise ValueError(f"req_to_token: expected at least one row and one column, got [{rows}, {columns}]")
+        for name, size in (("req_to_token", max(rows, columns)), ("full_to_swa", self.full_to_swa.numel())):
+            if size >= 2**31:
+                raise ValueError(f"{name}: expected fewer than 2^31 in each dimension, got {size}")
         if columns > 1 and self.req_to_token.stride(1) != 1:
             raise ValueError(f"req_to_token: expected unit column stride, got {self.req_to_token.stride(1)}")
         if self.full_to_swa.numel() < 1:

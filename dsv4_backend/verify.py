@@ -10,11 +10,13 @@ import torch
 from dsv4_backend.goldens import PlanGolden
 from dsv4_backend.planner import plan_decode, plan_prefill
 from dsv4_backend.plans import (
+    HEADER_FIELDS,
     INVALID_PACKED_WORDS,
     INVALID_WIDE_WORDS,
     INVALID_WRITE_WORDS,
     PACKED_COMPRESS,
     CompressPlan,
+    PrefillPlan,
 )
 
 
@@ -57,6 +59,7 @@ def _verify_prefill(golden: PlanGolden, impl: str, device: torch.device) -> str 
         _first_difference("compress", lists.compress_records(), golden.arrays["exp_plan_c"], same_compress)
         or _first_difference("write", lists.write_records(), golden.arrays["exp_plan_w"])
         or check_order(lists)
+        or _check_header(plan, lists)
     )
 
 
@@ -91,6 +94,13 @@ def check_order(plan: CompressPlan) -> str | None:
             at = int(np.argmin(unused))
             return f"{name} row {len(valid) + at}: expected the invalid marker, got the words {tail[at].tolist()}"
     return None
+
+
+def _check_header(plan: PrefillPlan, lists: CompressPlan) -> str | None:
+    at = HEADER_FIELDS.index(f"c{lists.ratio}_compress_rows")
+    counted = [len(lists.compress_records()), len(lists.write_records())]
+    reported = plan.header[at : at + 2].tolist()
+    return None if reported == counted else f"header: expected row counts {counted}, got {reported}"
 
 
 def _first_difference(

@@ -1,1 +1,1 @@
-"""Captures an EAGLE draft loop in CUDA graphs and replays padded batches through it."""
+"""The place of the standalone CUDA-graph runner; nothing is here yet."""

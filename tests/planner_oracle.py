@@ -3,7 +3,7 @@
 `Oracle` is the planners once more, as loops over requests and positions. `Serving` knows none of their rules: it serves
 requests by plans and sees whether the state that is read is the state that is needed.
 
-Rules: spec "Memory layouts" 4.4 (state rows) and "Plans" 5.2 (which rows), those of 0.5.23. It takes no arithmetic from
+Rules: docs/plans.md. It takes no arithmetic from
 dsv4_backend, only the sizes that a geometry holds.
 """
 

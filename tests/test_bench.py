@@ -75,6 +75,7 @@ def test_every_case_can_be_built() -> None:
     for case in bench.cases():
         assert len(case.extends) == len(case.prefixes)
         assert min(case.extends, default=0) >= 0
+        assert case.num_rows >= sum(case.extends)
         if case.decode:
             assert set(case.extends) == {1}
 

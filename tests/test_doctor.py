@@ -80,7 +80,7 @@ def test_what_is_missing_comes_with_the_command_that_gets_it(monkeypatch: pytest
         importlib.util, "find_spec", lambda name, *rest: None if name == "matplotlib" else find_spec(name, *rest)
     )
     row = re.split(r"\s{2,}", line_with(doctor(), "--plot"))
-    assert row == ["--plot", "no", "pip install 'dsv4-backend[bench]'"]
+    assert row == ["--plot", "no", "pip install matplotlib"]
 
 
 def test_a_narrow_terminal_loses_nothing() -> None:

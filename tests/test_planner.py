@@ -370,7 +370,7 @@ def test_layout_around_the_packed_limit(impl: str, device: str, num_rows: int) -
             assert writes["ragged_id"].tolist() == kept
 
 
-@each_backend
+@each_fast_backend
 def test_wide_rows_equal_packed_rows(impl: str, device: str) -> None:
     pool = make_pool(SPECULATIVE, 5, 500, 3)
     lengths = tuple(torch.tensor(x, device=device) for x in ([390, 7, 500, 260], [133, 7, 0, 9], [4, 1, 2, 3]))

@@ -6,6 +6,7 @@ import os
 import shutil
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -20,6 +21,7 @@ from dsv4_triton_kernels import planner as kernels
 from dsv4_triton_kernels import planner_rows
 
 GEOM = CacheGeometry.for_drafts(4)
+WIDE_WORDS = {"c4": 5, "c4 write": 2, "c128": 5, "c128 write": 2}
 where_it_runs = pytest.mark.parametrize(
     "device",
     [pytest.param("cpu", marks=pytest.mark.interpreter)]
@@ -135,6 +137,40 @@ def test_bad_lengths_in_chunks(device: str, where: int, seq: int, extend: int, m
     ours, theirs = run(kernels, batch, tables, 256), run(reference, batch, tables, 256)
     assert_equal(ours, theirs)
     assert ours.error.item() == theirs.error.item() == plans.ERROR_LENGTHS
+
+
+@where_it_runs
+@pytest.mark.parametrize("chunked", [False, True])
+def test_wide_rows(device: str, chunked: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The layout of more than 65,536 rows, made to serve a few: the same fields as the packed one, each in a word."""
+    monkeypatch.setattr(kernels, "PACKED_MAX_ROWS", 0)
+    if chunked:
+        monkeypatch.setattr(kernels, "PREFILL_TIERS", ())
+        monkeypatch.setattr(
+            kernels, "CHUNKED_TIERS", ((2**31, {"CHUNK": 32, "SEARCH": 32, "BLOCK": 64, "num_warps": 1}),)
+        )
+    tables = make_tables(4, 1024, device)
+    batch = lengths([5, 0, 133, 7], [3, 9, 600, 250], device)
+    packed = run(reference, batch, tables, 160)
+    words = {name: torch.full((160, size), 0xAB, dtype=torch.int32, device=device) for name, size in WIDE_WORDS.items()}
+    wide = SimpleNamespace(
+        device=packed.device,
+        header=torch.empty_like(packed.header),
+        error=packed.error,
+        c4=SimpleNamespace(compress_words=words["c4"], write_words=words["c4 write"]),
+        c128=SimpleNamespace(compress_words=words["c128"], write_words=words["c128 write"]),
+    )
+    seq, extend, req = batch
+    kernels.plan_prefill(
+        seq_lens=seq, extend_lens=extend, req_pool_indices=req, tables=tables, geom=GEOM, num_rows=160, out=wide
+    )
+    assert torch.equal(wide.header, packed.header)
+    for lists, got in ((packed.c4, wide.c4), (packed.c128, wide.c128)):
+        ids = lists.compress_words[:, 1]
+        expected = torch.stack((ids & 0xFFFF, ids >> 16), dim=1)
+        assert torch.equal(got.compress_words[:, 1:3], expected)
+        assert torch.equal(got.compress_words[:, [0, 3, 4]], lists.compress_words[:, [0, 2, 3]])
+        assert torch.equal(got.write_words, lists.write_words)
 
 
 @pytest.mark.gpu

@@ -298,3 +298,17 @@ def test_plans_are_frozen() -> None:
     plan = PrefillPlan.empty(1)
     with pytest.raises(dataclasses.FrozenInstanceError):
         plan.c4 = None
+
+
+def test_buffers_do_not_share_memory() -> None:
+    plan = PrefillPlan.empty(8)
+    words = torch.zeros(64, dtype=torch.int32)
+    with pytest.raises(ValueError, match="header: expected memory of its own, got some of error"):
+        PrefillPlan(words[:8], words[:1], plan.c4, plan.c128)
+    memory = torch.zeros(512, dtype=torch.uint8)
+    with pytest.raises(ValueError, match=r"c4.write: expected memory of its own, got some of c4.compress"):
+        PrefillPlan(plan.header, plan.error, CompressPlan(4, memory[:128].view(8, 16), memory[64:128].view(8, 8)), None)
+    with pytest.raises(ValueError, match="memory of its own"):
+        DecodePlans(plan.error, DecodePlan(4, memory[:128].view(8, 16)), DecodePlan(128, memory[:128].view(8, 16)))
+    # One flag may serve several plans.
+    PrefillPlan(torch.zeros(8, dtype=torch.int32), plan.error, plan.c4, plan.c128)

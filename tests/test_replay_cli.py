@@ -205,4 +205,4 @@ def test_a_missing_plot_library_is_said_before_the_run(tmp_path: Path, monkeypat
     result = run("--plot", tmp_path / "out.png")
     assert result.exit_code == 2
     assert "expected matplotlib" in result.stderr
-    assert "bench" in result.stderr
+    assert "pip install matplotlib" in result.stderr

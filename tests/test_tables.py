@@ -7,6 +7,7 @@ import dataclasses
 import pytest
 import torch
 
+import dsv4_backend as d4
 from dsv4_backend import RequestTables
 from dsv4_backend.validation import expect_tensor
 
@@ -85,3 +86,17 @@ def test_expect_tensor_refuses(rules: dict, message: str) -> None:
     with pytest.raises(ValueError) as raised:  # noqa: PT011  the whole message is compared
         expect_tensor("x", value, **{"dtypes": (torch.int64,), "ndim": 2, **rules})
     assert str(raised.value) == message
+
+
+def test_sizes_that_32_bits_cannot_count_are_refused() -> None:
+    slots = torch.empty(8, dtype=torch.int64, device="meta")
+    with pytest.raises(ValueError, match=r"req_to_token: expected fewer than 2\^31 in each dimension, got 2147483648"):
+        d4.RequestTables(torch.empty(1, 2**31, dtype=torch.int32, device="meta"), slots)
+    with pytest.raises(ValueError, match=r"full_to_swa: expected fewer than 2\^31"):
+        d4.RequestTables(
+            torch.empty(1, 4, dtype=torch.int32, device="meta"), torch.empty(2**31, dtype=torch.int64, device="meta")
+        )
+    tables = d4.RequestTables(torch.empty(2**24, 4, dtype=torch.int32, device="meta"), slots)
+    ids = torch.empty(2, dtype=torch.int64, device="meta")
+    with pytest.raises(ValueError, match=r"geom: expected fewer than 2\^31 state rows for ratio 128"):
+        d4.plan_decode(ids, ids, tables, d4.CacheGeometry())

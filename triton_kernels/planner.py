@@ -1,4 +1,4 @@
-"""Planner launchers, and the decode kernel. `planner_prefill` has the prefill kernels, `planner_rows` their parts."""
+"""Planner launchers, and the decode kernel. The prefill kernels are in `planner_prefill` and `planner_chunked`."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ import triton
 import triton.language as tl
 
 from dsv4_triton_kernels.common import Launcher, pdl_options
-from dsv4_triton_kernels.planner_prefill import _plan_prefill_chunked_kernel, _plan_prefill_kernel
+from dsv4_triton_kernels.planner_chunked import _plan_prefill_chunked_kernel
+from dsv4_triton_kernels.planner_prefill import _plan_prefill_kernel
 from dsv4_triton_kernels.planner_rows import ERROR_LENGTHS, ERROR_SLOT, _c4_state_loc, _store_words, _swa_slot
 
 PACKED_MAX_ROWS = 65_536
@@ -138,7 +139,7 @@ def plan_prefill(
         c128 is None,
         wide,
         force_uniform,
-        row_stride > INT32_MAX,
+        *(s > INT32_MAX for s in (row_stride, seq_lens.stride(0), extend_lens.stride(0), req_pool_indices.stride(0))),
     )
     lengths = (
         seq_lens,
@@ -204,7 +205,7 @@ def plan_decode(*, seq_lens: torch.Tensor, req_pool_indices: torch.Tensor, table
             geom,
             c4 is None,
             c128 is None,
-            row_stride > INT32_MAX,
+            *(s > INT32_MAX for s in (row_stride, seq_lens.stride(0), req_pool_indices.stride(0))),
         ),
         -(-batch_size // DECODE_BLOCK),
         (

@@ -1,8 +1,9 @@
-"""The prefill planner: plans of both ratios, both lists and all page look-ups, in one launch.
+"""The prefill planner for up to a thousand requests: both ratios, both lists and all page look-ups, in one launch.
 
-Every program takes a block of batch rows and works alone. It reads all lengths once, which gives it the batch's
-extremes, where its own rows begin, and how many rows of each list lie before them; there is nothing to share between
-programs, so there are no atomics, no scratch and no order to get wrong.
+Every program takes a block of batch rows and works alone. It reads the lengths of all requests, which gives it the
+batch's extremes, where its own rows begin, and how many rows of each list lie before them; there is nothing to share
+between programs, so there are no atomics, no scratch and no order to get wrong. `planner_chunked` does the same for
+larger batches.
 """
 
 from __future__ import annotations
@@ -12,12 +13,11 @@ import triton.language as tl
 
 from dsv4_triton_kernels.planner_rows import (
     ERROR_LENGTHS,
-    _bad_bits,
     _check_lengths,
     _count_compress,
     _count_ended,
     _count_write,
-    _load_chunk,
+    _is_uniform,
     _load_lengths,
     _plan_rows,
     _rows_before,
@@ -78,8 +78,8 @@ def _plan_prefill_kernel(
 ):
     """A program for each block of rows; each holds all lengths of the batch at once."""
     if PDL:
-        # The next kernel may get ready; what the previous one wrote is visible once the wait is over. A large grid
-        # waits first: the next one would take the multiprocessors' room before this one has started to work.
+        # The next kernel may get ready; what the previous one wrote is visible once the wait is over. Programs of more
+        # than one warp wait first: measured, the next grid otherwise takes room from this one.
         if BLOCK <= 32:
             tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
@@ -96,10 +96,10 @@ def _plan_prefill_kernel(
     bad |= (extend > 0) & ((ids < 0) | (ids >= num_requests))
     tl.store(error_ptr + index * 0, ERROR_LENGTHS, mask=bad)
 
-    # The decision, here and nowhere else: every request adds the same number of rows, or not.
     min_extend = tl.min(tl.where(inside, extend, INT32_MAX), 0)
     max_extend = tl.max(extend, 0)
-    take_division = (min_extend == max_extend) | (batch_size == 0)
+    uniform = _is_uniform(min_extend, max_extend, batch_size)
+    take_division = uniform
     if FORCE_UNIFORM is not None:
         take_division = tl.full([], FORCE_UNIFORM, tl.int1)
     most = max_extend.to(tl.int64) * batch_size
@@ -174,318 +174,12 @@ def _plan_prefill_kernel(
             fits,
             min_extend,
             max_extend,
+            uniform,
             total_rows,
             c4_compress_before + tl.sum(c4_compress.to(tl.int32), 0),
             c4_write_before + tl.sum(c4_write.to(tl.int32), 0),
             c128_compress_before + tl.sum(c128_compress.to(tl.int32), 0),
             c128_write_before + tl.sum(c128_write.to(tl.int32), 0),
-            HAS_C4,
-            HAS_C128,
-        )
-
-
-@triton.jit
-def _scan_lengths(
-    first_row,
-    seq_ptr,
-    stride_seq,
-    extend_ptr,
-    stride_extend,
-    batch_size,
-    max_seq_len,
-    error_ptr,
-    SWA_PAGE: tl.constexpr,
-    C4_WRITE_PAD: tl.constexpr,
-    C128_WRITE_PAD: tl.constexpr,
-    WIDE: tl.constexpr,
-    CHUNK: tl.constexpr,
-    DENSE: tl.constexpr,
-    CAREFUL: tl.constexpr,
-):
-    """Reads all lengths, a chunk at a time. Returns the extremes and the sum of the extend lengths, the request that
-    `first_row` belongs to, the row where that request begins, how many rows of each list come before `first_row`, and
-    whether all this may be wrong, since a length was bad or a sum did not fit: then it takes a careful scan."""
-    smallest = tl.full([CHUNK], INT32_MAX, tl.int32)
-    largest = tl.zeros([CHUNK], tl.int32)
-    bad_bits = tl.zeros([CHUNK], tl.int32)
-    c4_compress_rows = tl.zeros([CHUNK], tl.int32)
-    c4_write_rows = tl.zeros([CHUNK], tl.int32)
-    c128_compress_rows = tl.zeros([CHUNK], tl.int32)
-    c128_write_rows = tl.zeros([CHUNK], tl.int32)
-    total = tl.full([], 0, tl.int64)
-    first_owner = 0
-    first_owner_begin = 0
-    next_seq, next_extend = _load_chunk(seq_ptr, stride_seq, extend_ptr, stride_extend, 0, batch_size, CHUNK, DENSE)
-    for start in range(0, batch_size, CHUNK):
-        seq = next_seq.to(tl.int32)
-        extend = next_extend.to(tl.int32)
-        bad_bits |= _bad_bits(next_seq, next_extend, max_seq_len)
-        begin = total
-        if CAREFUL:
-            seq, extend, bad = _check_lengths(next_seq, next_extend, max_seq_len)
-            tl.store(error_ptr + tl.zeros([CHUNK], tl.int32), ERROR_LENGTHS, mask=bad)
-            total += tl.sum(extend.to(tl.int64), 0)
-        else:
-            total += tl.sum(extend, 0)
-        next_seq, next_extend = _load_chunk(
-            seq_ptr, stride_seq, extend_ptr, stride_extend, start + CHUNK, batch_size, CHUNK, DENSE
-        )
-        present = extend
-        if start + CHUNK > batch_size:
-            present = tl.where(start + tl.arange(0, CHUNK) < batch_size, extend, INT32_MAX)
-        smallest = tl.minimum(smallest, present)
-        largest = tl.maximum(largest, extend)
-        if begin < first_row:
-            before = extend
-            if total <= first_row:
-                first_owner = tl.minimum(start + CHUNK, batch_size)
-                first_owner_begin = total.to(tl.int32)
-            else:
-                end = begin.to(tl.int32) + tl.cumsum(extend, 0)
-                ended = end <= first_row
-                first_owner = start + tl.sum(ended.to(tl.int32), 0)
-                first_owner_begin = tl.maximum(begin.to(tl.int32), tl.max(tl.where(ended, end, 0), 0))
-                before = _rows_before(end, extend, first_row)
-            prefix = seq - extend
-            c4_compress_rows += _count_compress(prefix, before, 2)
-            c128_compress_rows += _count_compress(prefix, before, 7)
-            c4_write_rows += _count_write(prefix, before, seq, 4, C4_WRITE_PAD, SWA_PAGE)
-            c128_write_rows += _count_write(prefix, before, seq, 128, C128_WRITE_PAD, SWA_PAGE)
-    min_extend = tl.min(smallest, 0)
-    max_extend = tl.max(largest, 0)
-    suspect = (tl.min(bad_bits, 0) < 0) | (max_extend.to(tl.int64) * batch_size > INT32_MAX)
-    c4_compress_before, c4_write_before = _sum_pair(c4_compress_rows, c4_write_rows, True, WIDE)
-    c128_compress_before, c128_write_before = _sum_pair(c128_compress_rows, c128_write_rows, True, WIDE)
-    return (
-        min_extend,
-        max_extend,
-        total,
-        first_owner,
-        first_owner_begin,
-        c4_compress_before,
-        c4_write_before,
-        c128_compress_before,
-        c128_write_before,
-        suspect,
-    )
-
-
-@triton.jit(
-    do_not_specialize=[
-        "stride_seq",
-        "stride_extend",
-        "stride_req",
-        "batch_size",
-        "num_rows",
-        "num_blocks",
-        "row_stride",
-        "num_requests",
-        "max_seq_len",
-        "num_slots",
-    ],
-    do_not_specialize_on_alignment=["seq_ptr", "extend_ptr", "req_ptr", "req_to_token_ptr", "full_to_swa_ptr"],
-)
-def _plan_prefill_chunked_kernel(
-    seq_ptr,  # [B], int32 or int64; as extend_ptr and req_ptr
-    stride_seq,
-    extend_ptr,
-    stride_extend,
-    req_ptr,
-    stride_req,
-    batch_size,
-    num_rows,
-    num_blocks,  # of rows, for each program
-    req_to_token_ptr,  # int32 [num_requests, max_seq_len]
-    row_stride,
-    num_requests,
-    max_seq_len,
-    full_to_swa_ptr,  # int64 [num_slots]
-    num_slots,
-    header_ptr,  # int32 [8]
-    error_ptr,  # int32 [1]
-    c4_compress_ptr,  # int32 [num_rows, 4 or 5]
-    c4_write_ptr,  # int32 [num_rows, 2]
-    c128_compress_ptr,
-    c128_write_ptr,
-    SWA_PAGE: tl.constexpr,
-    C4_RING: tl.constexpr,
-    C4_WRITE_PAD: tl.constexpr,
-    C128_RING: tl.constexpr,
-    C128_WRITE_PAD: tl.constexpr,
-    HAS_C4: tl.constexpr,
-    HAS_C128: tl.constexpr,
-    WIDE: tl.constexpr,
-    FORCE_UNIFORM: tl.constexpr,  # None; a test sets True or False to see that the decision matters
-    CHUNK: tl.constexpr,  # requests read at a time
-    SEARCH: tl.constexpr,  # requests read at a time when looking for the owners of rows
-    BLOCK: tl.constexpr,  # batch rows planned at a time
-    DENSE: tl.constexpr,  # strides of the lengths are 1, addresses multiples of 16
-    PDL: tl.constexpr,
-):
-    """The same for batches of any size: lengths are read in chunks, and a program plans several blocks of rows."""
-    if PDL:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
-    first_row = tl.program_id(0) * num_blocks * BLOCK
-
-    # Pass 1 over the lengths. Most batches need no more than the quick scan.
-    (
-        min_extend,
-        max_extend,
-        total,
-        first_owner,
-        first_owner_begin,
-        c4_compress_before,
-        c4_write_before,
-        c128_compress_before,
-        c128_write_before,
-        suspect,
-    ) = _scan_lengths(
-        first_row,
-        seq_ptr,
-        stride_seq,
-        extend_ptr,
-        stride_extend,
-        batch_size,
-        max_seq_len,
-        error_ptr,
-        SWA_PAGE,
-        C4_WRITE_PAD,
-        C128_WRITE_PAD,
-        WIDE,
-        CHUNK,
-        DENSE,
-        False,
-    )
-    if suspect:
-        (
-            min_extend,
-            max_extend,
-            total,
-            first_owner,
-            first_owner_begin,
-            c4_compress_before,
-            c4_write_before,
-            c128_compress_before,
-            c128_write_before,
-            suspect,
-        ) = _scan_lengths(
-            first_row,
-            seq_ptr,
-            stride_seq,
-            extend_ptr,
-            stride_extend,
-            batch_size,
-            max_seq_len,
-            error_ptr,
-            SWA_PAGE,
-            C4_WRITE_PAD,
-            C128_WRITE_PAD,
-            WIDE,
-            CHUNK,
-            DENSE,
-            True,
-        )
-    take_division = min_extend == max_extend
-    if FORCE_UNIFORM is not None:
-        take_division = tl.full([], FORCE_UNIFORM, tl.int1)
-    fits = total <= num_rows
-    total_rows = tl.where(fits, total, 0).to(tl.int32)
-    if not fits:
-        c4_compress_before = 0
-        c4_write_before = 0
-        c128_compress_before = 0
-        c128_write_before = 0
-
-    # Pass 2: the rows of this program, a block at a time.
-    width = tl.maximum(max_extend, 1)
-    for _block in range(num_blocks):
-        row = first_row + tl.arange(0, BLOCK)
-        valid = row < total_rows
-        if take_division:
-            owner = row // width
-            owner_begin = owner * width
-        else:
-            owner = row * 0 + first_owner
-            owner_begin = row * 0 + first_owner_begin
-            request = first_owner
-            begin_row = first_owner_begin
-            while (request < batch_size) & (begin_row < tl.minimum(first_row + BLOCK, total_rows)):
-                index = request + tl.arange(0, SEARCH)
-                more_seq, more_extend = _load_lengths(
-                    seq_ptr, stride_seq, extend_ptr, stride_extend, index, index < batch_size
-                )
-                _more_seq, rows, _bad = _check_lengths(more_seq, more_extend, max_seq_len)
-                row_end = begin_row + tl.cumsum(rows, 0)
-                ended_here = _count_ended(row_end, row, SEARCH)
-                ended_here += (tl.gather(row_end, ended_here, 0) <= row).to(tl.int32)
-                owner += ended_here
-                last_end = tl.gather(row_end, tl.maximum(ended_here - 1, 0), 0)
-                owner_begin = tl.where(ended_here > 0, last_end, owner_begin)
-                begin_row = tl.max(row_end, 0)
-                request += SEARCH
-        c4_compress, c4_write, c128_compress, c128_write = _plan_rows(
-            row,
-            valid,
-            owner,
-            owner_begin,
-            c4_compress_before,
-            c4_write_before,
-            c128_compress_before,
-            c128_write_before,
-            seq_ptr,
-            stride_seq,
-            extend_ptr,
-            stride_extend,
-            req_ptr,
-            stride_req,
-            batch_size,
-            num_rows,
-            req_to_token_ptr,
-            row_stride,
-            num_requests,
-            max_seq_len,
-            full_to_swa_ptr,
-            num_slots,
-            error_ptr,
-            c4_compress_ptr,
-            c4_write_ptr,
-            c128_compress_ptr,
-            c128_write_ptr,
-            SWA_PAGE,
-            C4_RING,
-            C4_WRITE_PAD,
-            C128_RING,
-            C128_WRITE_PAD,
-            HAS_C4,
-            HAS_C128,
-            WIDE,
-            BLOCK,
-        )
-        # On to the next block.
-        compress, write = _sum_pair(c4_compress.to(tl.int32), c4_write.to(tl.int32), True, False)
-        c4_compress_before += compress
-        c4_write_before += write
-        compress, write = _sum_pair(c128_compress.to(tl.int32), c128_write.to(tl.int32), True, False)
-        c128_compress_before += compress
-        c128_write_before += write
-        first_owner = tl.max(tl.where(valid, owner, 0), 0)
-        first_owner_begin = tl.max(tl.where(valid, owner_begin, 0), 0)
-        first_row += BLOCK
-
-    if tl.program_id(0) == tl.num_programs(0) - 1:
-        _store_header(
-            header_ptr,
-            error_ptr,
-            batch_size,
-            fits,
-            min_extend,
-            max_extend,
-            total_rows,
-            c4_compress_before,
-            c4_write_before,
-            c128_compress_before,
-            c128_write_before,
             HAS_C4,
             HAS_C128,
         )

@@ -112,6 +112,12 @@ def _sum_pair(a, b, keep, WIDE: tl.constexpr):
 
 
 @triton.jit
+def _is_uniform(min_extend, max_extend, batch_size):
+    """The decision between division and search, made here and nowhere else; it is what the header reports."""
+    return (min_extend == max_extend) | (batch_size == 0)
+
+
+@triton.jit
 def _rows_before(end, extend, row):
     """How many of each request's rows, which stop at batch row `end`, lie before batch row `row`."""
     return tl.minimum(tl.maximum(row - (end - extend), 0), extend)
@@ -144,7 +150,7 @@ def _c4_state_loc(swa_slot, SWA_PAGE: tl.constexpr, RING: tl.constexpr):
 
 @triton.jit
 def _pair(low, high):
-    """Two 32-bit words as one 64-bit store."""
+    """Two 32-bit words as one of 64 bits."""
     return (high.to(tl.int64) << 32) | (low.to(tl.int64) & LOW_32)
 
 
@@ -246,6 +252,9 @@ def _plan_rows(
     req = tl.where(bad_req, 0, req.to(tl.int32))
     j = row - owner_begin
     position = seq - extend + j
+    # The lengths were checked when they were read first. Should they have changed since, nothing is looked up outside.
+    in_table = position.to(tl.uint32) < max_seq_len.to(tl.uint32)
+    bad = bad_req | (valid & (not in_table))
 
     c4_compress = valid & (position & 3 == 3)
     c128_compress = valid & (position & 127 == 127)
@@ -256,10 +265,16 @@ def _plan_rows(
         # These look-ups take longest, so they start before anything is stored.
         c4_reads = c4_compress & (j < 7)
         own_slot, own_outside = _swa_slot(
-            req_to_token_ptr, row_stride, full_to_swa_ptr, num_slots, req, position, c4_reads | c4_write
+            req_to_token_ptr, row_stride, full_to_swa_ptr, num_slots, req, position, in_table & (c4_reads | c4_write)
         )
         previous_slot, previous_outside = _swa_slot(
-            req_to_token_ptr, row_stride, full_to_swa_ptr, num_slots, req, tl.maximum(position - 4, 0), c4_reads
+            req_to_token_ptr,
+            row_stride,
+            full_to_swa_ptr,
+            num_slots,
+            req,
+            tl.maximum(position - 4, 0),
+            in_table & c4_reads,
         )
 
     # Rows of each list before each row: four counts below BLOCK in one integer, so that one scan adds all.
@@ -310,7 +325,7 @@ def _plan_rows(
             WIDE,
         )
         tl.store(error_ptr + row * 0, ERROR_SLOT, mask=own_outside | previous_outside)
-    tl.store(error_ptr + row * 0, ERROR_LENGTHS, mask=bad_req)
+    tl.store(error_ptr + row * 0, ERROR_LENGTHS, mask=bad)
     return c4_compress, c4_write, c128_compress, c128_write
 
 
@@ -322,6 +337,7 @@ def _store_header(
     fits,
     min_extend,
     max_extend,
+    uniform,
     total_rows,
     c4_compress_rows,
     c4_write_rows,
@@ -333,12 +349,10 @@ def _store_header(
     if not fits:
         tl.store(error_ptr, ERROR_LENGTHS)
     some = fits & (batch_size > 0)
-    min_extend = tl.where(some, min_extend, 0)
-    max_extend = tl.where(some, max_extend, 0)
-    tl.store(header_ptr, min_extend)
-    tl.store(header_ptr + 1, max_extend)
+    tl.store(header_ptr, tl.where(some, min_extend, 0))
+    tl.store(header_ptr + 1, tl.where(some, max_extend, 0))
     tl.store(header_ptr + 2, total_rows)
-    tl.store(header_ptr + 3, (min_extend == max_extend).to(tl.int32))
+    tl.store(header_ptr + 3, (uniform | (not fits)).to(tl.int32))
     tl.store(header_ptr + 4, c4_compress_rows if HAS_C4 else 0)
     tl.store(header_ptr + 5, c4_write_rows if HAS_C4 else 0)
     tl.store(header_ptr + 6, c128_compress_rows if HAS_C128 else 0)

@@ -43,7 +43,7 @@ def planner(
             if path is not None:
                 check_writable(path)
         if plot is not None and importlib.util.find_spec("matplotlib") is None:
-            raise ValueError("--plot: expected matplotlib, got none: pip install 'dsv4-backend[bench]'")
+            raise ValueError("--plot: expected matplotlib, got none: pip install matplotlib")
         if peer is not None and where.type != "cuda":
             raise ValueError(f"--peer: expected a CUDA GPU to run it on, got {where}")
 
@@ -53,11 +53,12 @@ def planner(
     status = Console(stderr=True).status("planner")
     with clean_errors(), status:
         rows = bench.run(where, chosen, peer, lambda case: status.update(case))
-    env = report.environment(where)
-    report.print_table(f"plan both ratios, impl {chosen}", rows, env)
-    if csv is not None:
-        report.write_csv(csv, rows)
-    if json is not None:
-        report.write_json(json, rows, env)
-    if plot is not None:
-        report.plot_bars(plot, f"plan both ratios, {env['chip']}, {env['date']}", rows, ("gpu us", "peer gpu us"))
+    with clean_errors():
+        env = report.environment(where)
+        report.print_table(f"plan both ratios, impl {chosen}", rows, env)
+        if csv is not None:
+            report.write_csv(csv, rows)
+        if json is not None:
+            report.write_json(json, rows, env)
+        if plot is not None:
+            report.plot_bars(plot, f"plan both ratios, {env['chip']}, {env['date']}", rows, ("gpu us", "peer gpu us"))

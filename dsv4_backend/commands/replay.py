@@ -27,7 +27,8 @@ _SHOWN = 5
 
 def replay(
     trace: Annotated[
-        Path | None, typer.Option(help="Trace, one JSON request a line; left out: a made-up one.", metavar="FILE")
+        Path | None,
+        typer.Option(help="Trace, one JSON request a line, see README; left out: a made-up one.", metavar="FILE"),
     ] = None,
     requests: Annotated[
         int | None, typer.Option(help="Only the first N requests; of a made-up trace, how many (100).", metavar="N")

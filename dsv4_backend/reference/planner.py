@@ -1,4 +1,4 @@
-"""The planners in plain torch: spec "Plans" 5.2, with the write rules of SGLang 0.5.23."""
+"""The planners in plain torch: the rules of docs/plans.md, those of SGLang 0.5.23."""
 
 from __future__ import annotations
 

@@ -106,7 +106,7 @@ class BatchRows:
         return self._full_to_swa[self._req_to_token[self.step.req_pool_indices[owner], np.maximum(position, 0)]]
 
     def state_row(self, ratio: int, owner: np.ndarray, position: np.ndarray) -> np.ndarray:
-        """State rows of tokens: by window page for ratio 4, by request for ratio 128 (spec "Memory layouts" 4.4)."""
+        """State rows of tokens: by window page for ratio 4, by request for ratio 128 (docs/plans.md)."""
         if ratio == 128:
             ring = self.sizes.c128_ring
             return self.step.req_pool_indices[owner] * ring + position % ring

@@ -28,7 +28,7 @@ _COLORS = {StepMode.EXTEND: "#1b6ca8", StepMode.DECODE: "#2a9d5c", StepMode.TARG
 def check_plotting() -> None:
     """Raises ValueError when the plotting library is not installed."""
     if importlib.util.find_spec("matplotlib") is None:
-        raise ValueError("--plot: expected matplotlib, got none; install it with: pip install 'dsv4-backend[bench]'")
+        raise ValueError("--plot: expected matplotlib, got none; install it with: pip install matplotlib")
 
 
 def summary(result: ReplayResult) -> dict[str, Any]:

@@ -78,6 +78,6 @@ class Step:
     def seq_lens(self) -> np.ndarray:
         """int64 [B]: lengths as the mode defines them: before the draft tokens for TARGET_VERIFY, else with all rows.
 
-        Source: spec "ForwardBatch fields by mode".
+        Source: docs/plans.md, "Lengths".
         """
         return self.before if self.mode is StepMode.TARGET_VERIFY else self.after

@@ -22,7 +22,7 @@ from dsv4_backend.replay.violation import Findings
 from dsv4_backend.tables import RequestTables
 
 # What reading a file that was cut off, changed or made by something else can end in.
-_BROKEN = (ValueError, KeyError, TypeError, AttributeError, IndexError, EOFError, OverflowError)
+_BROKEN = (ValueError, KeyError, TypeError, AttributeError, IndexError, EOFError, OverflowError, MemoryError)
 _FORMAT = "dsv4 replay step 1"
 _STEP_ARRAYS = ("requests", "req_pool_indices", "before", "extend_lens", "out_cache_loc")
 
