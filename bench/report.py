@@ -8,7 +8,6 @@ import json
 import platform
 import sys
 from collections.abc import Sequence
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +16,7 @@ from rich.console import Console
 from rich.table import Table
 
 from dsv4_backend.files import atomic_file
+from dsv4_backend.installed import version
 
 Row = dict[str, Any]
 
@@ -27,10 +27,10 @@ def environment(device: torch.device) -> dict[str, str]:
     return {
         "chip": chip,
         "torch": torch.__version__,
-        "triton": _version("triton"),
+        "triton": version("triton") or "none",
         "cuda": torch.version.cuda or "none",
         "python": platform.python_version(),
-        "dsv4-backend": _version("dsv4-backend"),
+        "dsv4-backend": version("dsv4-backend") or "none",
         "date": datetime.date.today().isoformat(),
         "command": " ".join(["dsv4", *sys.argv[1:]]),
     }
@@ -87,10 +87,3 @@ def _cell(value: object) -> str:
     if value is None:
         return "-"
     return f"{value:.2f}" if isinstance(value, float) else str(value)
-
-
-def _version(name: str) -> str:
-    try:
-        return metadata.version(name)
-    except metadata.PackageNotFoundError:
-        return "none"

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Generic, TypeVar
 
 import numpy as np
 import torch
@@ -53,6 +54,9 @@ ERROR_TEXT = {
     "num_rows); that request, or with too many rows the whole batch, was planned as empty or as padding",
     ERROR_SLOT: "a slot in req_to_token lies beyond full_to_swa; it was read as window slot 0",
 }
+
+
+Lists = TypeVar("Lists")
 
 
 def compress_dtype(num_rows: int) -> np.dtype:
@@ -113,8 +117,40 @@ class CompressPlan:
         return rows[rows["ragged_id"] != INVALID]
 
 
+class _Plans(Generic[Lists]):
+    """What plans of both ratios share, whatever form the lists of a ratio have."""
+
+    error: torch.Tensor
+    c4: Lists | None
+    c128: Lists | None
+
+    @property
+    def device(self) -> torch.device:
+        return self.error.device
+
+    @cached_property
+    def ratios(self) -> tuple[int, ...]:
+        """The ratios planned, ascending."""
+        return tuple(ratio for ratio in RATIOS if self.ratio(ratio) is not None)
+
+    def ratio(self, ratio: int) -> Lists | None:
+        """`c4` or `c128` by number."""
+        return {4: self.c4, 128: self.c128}[ratio]
+
+    def lists(self) -> Iterator[Lists]:
+        """The lists of each ratio planned, ascending."""
+        return (lists for lists in (self.c4, self.c128) if lists is not None)
+
+    def check(self) -> None:
+        """Raises ValueError if planning into these buffers met a bad input since the last check; clears the flag.
+
+        Waits for the current stream, which must be the one that plans.
+        """
+        check_error(self.error)
+
+
 @dataclass(frozen=True, eq=False)
-class PrefillPlan:
+class PrefillPlan(_Plans[CompressPlan]):
     """Plans of a batch with any number of rows a request (prefill, verify).
 
     Attributes:
@@ -130,22 +166,12 @@ class PrefillPlan:
 
     def __post_init__(self) -> None:
         _expect_buffer("header", self.header, (len(HEADER_FIELDS),), torch.int32)
-        _expect_buffer("error", self.error, (1,), torch.int32, self.device)
+        _expect_buffer("error", self.error, (1,), torch.int32, self.header.device)
         _expect_ratios(self.c4, self.c128, CompressPlan)
-        for plan in (self.c4, self.c128):
-            if plan is not None:
-                shape = (self.num_rows, compress_dtype(self.num_rows or 0).itemsize)
-                _expect_buffer(f"c{plan.ratio}.compress", plan.compress, shape, torch.uint8, self.device)
+        for plan in self.lists():
+            shape = (self.num_rows, compress_dtype(self.num_rows or 0).itemsize)
+            _expect_buffer(f"c{plan.ratio}.compress", plan.compress, shape, torch.uint8, self.device)
         _expect_distinct(self)
-
-    @property
-    def device(self) -> torch.device:
-        return self.header.device
-
-    @cached_property
-    def ratios(self) -> tuple[int, ...]:
-        """The ratios planned, ascending."""
-        return _held_ratios(self)
 
     @cached_property
     def num_rows(self) -> int | None:
@@ -177,24 +203,12 @@ class PrefillPlan:
             c128=plans.get(128),
         )
 
-    def ratio(self, ratio: int) -> CompressPlan | None:
-        """`c4` or `c128` by number."""
-        return {4: self.c4, 128: self.c128}[ratio]
-
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Names and tensors of everything planning writes, but for the error flag."""
         yield "header", self.header
-        for plan in (self.c4, self.c128):
-            if plan is not None:
-                yield f"c{plan.ratio}.compress", plan.compress
-                yield f"c{plan.ratio}.write", plan.write
-
-    def check(self) -> None:
-        """Raises ValueError if planning into these buffers met a bad input since the last check; clears the flag.
-
-        Waits for the current stream, which must be the one that plans.
-        """
-        check_error(self.error)
+        for plan in self.lists():
+            yield f"c{plan.ratio}.compress", plan.compress
+            yield f"c{plan.ratio}.write", plan.write
 
 
 @dataclass(frozen=True, eq=False)
@@ -223,7 +237,7 @@ class DecodePlan:
 
 
 @dataclass(frozen=True, eq=False)
-class DecodePlans:
+class DecodePlans(_Plans[DecodePlan]):
     """Plans of a batch with one row a request.
 
     Attributes:
@@ -238,20 +252,10 @@ class DecodePlans:
     def __post_init__(self) -> None:
         _expect_buffer("error", self.error, (1,), torch.int32)
         _expect_ratios(self.c4, self.c128, DecodePlan)
-        for plan in (self.c4, self.c128):
-            if plan is not None:
-                shape = (self.num_rows or 0, DECODE.itemsize)
-                _expect_buffer(f"c{plan.ratio}.rows", plan.rows, shape, torch.uint8, self.device)
+        for plan in self.lists():
+            shape = (self.num_rows or 0, DECODE.itemsize)
+            _expect_buffer(f"c{plan.ratio}.rows", plan.rows, shape, torch.uint8, self.device)
         _expect_distinct(self)
-
-    @property
-    def device(self) -> torch.device:
-        return self.error.device
-
-    @cached_property
-    def ratios(self) -> tuple[int, ...]:
-        """The ratios planned, ascending."""
-        return _held_ratios(self)
 
     @cached_property
     def num_rows(self) -> int | None:
@@ -269,22 +273,10 @@ class DecodePlans:
         }
         return cls(torch.zeros(1, dtype=torch.int32, device=device), plans.get(4), plans.get(128))
 
-    def ratio(self, ratio: int) -> DecodePlan | None:
-        """`c4` or `c128` by number."""
-        return {4: self.c4, 128: self.c128}[ratio]
-
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Names and tensors of everything planning writes, but for the error flag."""
-        for plan in (self.c4, self.c128):
-            if plan is not None:
-                yield f"c{plan.ratio}.rows", plan.rows
-
-    def check(self) -> None:
-        """Raises ValueError if planning into these buffers met a bad input since the last check; clears the flag.
-
-        Waits for the current stream, which must be the one that plans.
-        """
-        check_error(self.error)
+        for plan in self.lists():
+            yield f"c{plan.ratio}.rows", plan.rows
 
 
 def check_num_rows(num_rows: object, name: str = "num_rows") -> int:
@@ -305,10 +297,6 @@ def check_error(error: torch.Tensor) -> None:
     if code:
         error.zero_()
         raise ValueError("device input: " + "; ".join(text for bit, text in ERROR_TEXT.items() if code & bit))
-
-
-def _held_ratios(plan: PrefillPlan | DecodePlans) -> tuple[int, ...]:
-    return tuple(ratio for ratio in RATIOS if plan.ratio(ratio) is not None)
 
 
 def _expect_ratios(c4: object, c128: object, kind: type[CompressPlan] | type[DecodePlan]) -> None:

@@ -10,7 +10,7 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from dsv4_backend import cli
+from dsv4_backend import cli, installed
 from dsv4_bench import planner as bench
 from dsv4_bench import timing
 
@@ -57,6 +57,14 @@ def test_refuses_before_it_measures(arguments: list[str], message: str, monkeypa
     assert code == 2
     assert message in output
     assert len(output.strip().splitlines()) == 1
+
+
+def test_a_missing_plot_library_is_said_before_it_measures(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(installed.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(bench, "cases", lambda: pytest.fail("measured"))
+    code, output = run("--device", "cpu", "--impl", "torch", "--plot", tmp_path / "a.png")
+    assert code == 2
+    assert "--plot: expected matplotlib, got none" in output
 
 
 def test_a_wrong_plan_is_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:

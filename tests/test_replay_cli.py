@@ -11,8 +11,9 @@ import pytest
 import typer
 from typer.testing import CliRunner, Result
 
+from dsv4_backend import installed
 from dsv4_backend.commands import replay as command
-from dsv4_backend.replay import FAULTS, report, synthetic_trace
+from dsv4_backend.replay import FAULTS, synthetic_trace
 
 app = typer.Typer(pretty_exceptions_enable=False)
 app.command("replay")(command.replay)
@@ -200,7 +201,7 @@ def test_bad_input_is_one_line_and_exit_two_before_anything_runs(
 
 
 def test_a_missing_plot_library_is_said_before_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(report.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(installed.importlib.util, "find_spec", lambda name: None)
     monkeypatch.setattr(command, "replay_trace", lambda *_: pytest.fail("a replay began"))
     result = run("--plot", tmp_path / "out.png")
     assert result.exit_code == 2

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 from pathlib import Path
 from typing import Annotated
 
@@ -12,6 +11,7 @@ from rich.console import Console
 from dsv4_backend.commands.common import DeviceOption, ImplOption, clean_errors, pick_device
 from dsv4_backend.dispatch import resolve_impl
 from dsv4_backend.files import check_writable
+from dsv4_backend.installed import check_plotting
 
 app = typer.Typer(help="Measure this machine: equality first, then time.", no_args_is_help=True)
 
@@ -42,8 +42,8 @@ def planner(
         for path in (csv, json, plot):
             if path is not None:
                 check_writable(path)
-        if plot is not None and importlib.util.find_spec("matplotlib") is None:
-            raise ValueError("--plot: expected matplotlib, got none: pip install matplotlib")
+        if plot is not None:
+            check_plotting()
         if peer is not None and where.type != "cuda":
             raise ValueError(f"--peer: expected a CUDA GPU to run it on, got {where}")
 

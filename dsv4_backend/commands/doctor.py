@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import importlib.util
 import platform
-from importlib import metadata
 
 import torch
 from rich.console import Console
@@ -12,6 +10,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from dsv4_backend.dispatch import has_triton, interpreter_on
+from dsv4_backend.installed import has_plotting, version
 
 PACKAGES = ("torch", "triton", "numpy", "einops", "rich", "typer", "matplotlib", "flashinfer-python")
 
@@ -21,7 +20,7 @@ def doctor() -> None:
     console = Console(soft_wrap=True)
     versions = Table("package", "version", box=None)
     for name in ("dsv4-backend", *PACKAGES):
-        versions.add_row(name, _version(name))
+        versions.add_row(name, version(name) or "-")
     console.print(versions)
     console.print(f"Python {platform.python_version()} on {platform.system()} {platform.machine()}")
     console.print(escape(_gpu()))
@@ -33,7 +32,7 @@ def doctor() -> None:
 
 
 def _features() -> list[tuple[str, bool, str]]:
-    plot = importlib.util.find_spec("matplotlib") is not None
+    plot = has_plotting()
     gpu = torch.cuda.is_available()
     if not has_triton():
         triton = False, "Triton is missing (it has wheels for Linux): pip install triton"
@@ -62,10 +61,3 @@ def _gpu() -> str:
             f"{p.name} (sm_{p.major}{p.minor}, {p.multi_processor_count} SMs, {p.total_memory / 2**30:.0f} GiB)"
         )
     return f"GPU: {', '.join(names)}; CUDA {torch.version.cuda}"
-
-
-def _version(name: str) -> str:
-    try:
-        return metadata.version(name)
-    except metadata.PackageNotFoundError:
-        return "-"

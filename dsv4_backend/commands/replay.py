@@ -14,9 +14,10 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from dsv4_backend.commands.common import DeviceOption, ImplOption, clean_errors, pick_device
 from dsv4_backend.dispatch import resolve_impl
 from dsv4_backend.files import check_writable
+from dsv4_backend.installed import check_plotting
 from dsv4_backend.replay.faults import FAULTS
 from dsv4_backend.replay.options import ReplayOptions
-from dsv4_backend.replay.report import check_plotting, summary_table, write_json, write_plot
+from dsv4_backend.replay.report import summary_table, write_json, write_plot
 from dsv4_backend.replay.runner import ReplayResult, replay_trace
 from dsv4_backend.replay.stepfile import load_step
 from dsv4_backend.replay.trace import TraceRequest, load_trace, synthetic_trace

@@ -57,13 +57,12 @@ def plan_prefill(
 
     rows = _batch_rows(seq, extend, req)
     counts = {4: (0, 0), 128: (0, 0)}
-    for plan in (out.c4, out.c128):
-        if plan is not None:
-            compress = _compress_rows(rows, plan.ratio, tables, geom, out.error)
-            write = _write_rows(rows, plan.ratio, tables, geom, out.error)
-            counts[plan.ratio] = (len(compress), len(write))
-            _store_compress(plan.compress, compress)
-            _store(plan.write, write, INVALID_WRITE_WORDS)
+    for plan in out.lists():
+        compress = _compress_rows(rows, plan.ratio, tables, geom, out.error)
+        write = _write_rows(rows, plan.ratio, tables, geom, out.error)
+        counts[plan.ratio] = (len(compress), len(write))
+        _store_compress(plan.compress, compress)
+        _store(plan.write, write, INVALID_WRITE_WORDS)
     smallest, largest = (int(extend.min()), int(extend.max())) if len(extend) else (0, 0)
     header = [smallest, largest, len(rows.position), int(smallest == largest), *counts[4], *counts[128]]
     out.header.copy_(torch.tensor(header, dtype=torch.int32))
@@ -83,12 +82,11 @@ def plan_decode(
     seq, req = seq.where(~bad, 1), req.where(~bad, 0)
     if bad.any():
         out.error.fill_(ERROR_LENGTHS)
-    for plan in (out.c4, out.c128):
-        if plan is not None:
-            write_loc = _state_loc(plan.ratio, req, seq - 1, tables, geom, out.error)
-            read_page_1 = geom.state_page(plan.ratio, write_loc)
-            read_page_0 = _previous_page(plan.ratio, req, seq - 1, tables, geom, out.error)
-            _store(plan.rows, torch.stack((seq, write_loc, read_page_0, read_page_1), dim=1))
+    for plan in out.lists():
+        write_loc = _state_loc(plan.ratio, req, seq - 1, tables, geom, out.error)
+        read_page_1 = geom.state_page(plan.ratio, write_loc)
+        read_page_0 = _previous_page(plan.ratio, req, seq - 1, tables, geom, out.error)
+        _store(plan.rows, torch.stack((seq, write_loc, read_page_0, read_page_1), dim=1))
 
 
 def _batch_rows(seq: torch.Tensor, extend: torch.Tensor, req: torch.Tensor) -> Rows:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import platform
 import sys
@@ -23,12 +22,6 @@ from dsv4_backend.replay.runner import ReplayResult
 from dsv4_backend.replay.step import StepMode
 
 _COLORS = {StepMode.EXTEND: "#1b6ca8", StepMode.DECODE: "#2a9d5c", StepMode.TARGET_VERIFY: "#d1722b"}
-
-
-def check_plotting() -> None:
-    """Raises ValueError when the plotting library is not installed."""
-    if importlib.util.find_spec("matplotlib") is None:
-        raise ValueError("--plot: expected matplotlib, got none; install it with: pip install matplotlib")
 
 
 def summary(result: ReplayResult) -> dict[str, Any]:
