@@ -97,6 +97,18 @@ def test_a_wrong_decision_is_seen(device: str, extends: list[int]) -> None:
 
 
 @where_it_runs
+def test_rows_past_the_table_are_not_looked_up(device: str) -> None:
+    """A wrong decision puts rows behind the last column, as lengths would that change while the kernel reads them."""
+    wide = make_tables(2, 768, device)
+    tables = RequestTables(wide.req_to_token[:, :512], wide.full_to_swa)
+    wide.req_to_token[:, 512:] = 2**31 - 1  # looked up, this would be flagged as a slot outside
+    batch = lengths([8, 1], [100, 511], device)
+    plan = run(kernels, batch, tables, 32, force_uniform=True)
+    assert plan.header[2].item() == 16
+    assert plan.error.item() == plans.ERROR_LENGTHS
+
+
+@where_it_runs
 def test_a_uniform_batch_may_be_planned_as_ragged(device: str) -> None:
     tables = make_tables(5, 512, device)
     batch = lengths([7] * 5, [0, 1, 127, 250, 300], device)

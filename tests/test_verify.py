@@ -13,7 +13,8 @@ import torch
 from typer.testing import CliRunner, Result
 
 from backends import each_backend
-from dsv4_backend import CompressPlan
+from dsv4_backend import CompressPlan, PrefillPlan
+from dsv4_backend import verify as dsv4_verify
 from dsv4_backend.cli import app
 from dsv4_backend.goldens import PlanGolden, load_plan_goldens
 from dsv4_backend.verify import check_order, verify_plan
@@ -147,6 +148,22 @@ def test_order_and_markers_are_checked() -> None:
     assert order([first, second, unused], [(1, 5), (none, 5), (none, none)]) == (
         "write row 1: expected the invalid marker, got the words [-1, 5]"
     )
+
+
+def test_a_header_that_miscounts_is_a_difference(
+    goldens: dict[str, PlanGolden], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plan_prefill = dsv4_verify.plan_prefill
+
+    def miscounting(*arguments: object, **more: object) -> PrefillPlan:
+        plan = plan_prefill(*arguments, **more)
+        plan.header[5] += 1  # rows of the ratio-4 write list
+        return plan
+
+    monkeypatch.setattr(dsv4_verify, "plan_prefill", miscounting)
+    golden = next(g for g in goldens.values() if g.kind == "prefill" and g.ratio == 4)
+    difference = verify_plan(golden, "torch", torch.device("cpu"))
+    assert re.fullmatch(r"header: expected row counts \[(\d+), (\d+)\], got \[\1, (\d+)\]", difference)
 
 
 def test_equal_plans_exit_0(folder: Path) -> None:

@@ -253,8 +253,9 @@ def _plan_rows(
     j = row - owner_begin
     position = seq - extend + j
     # The lengths were checked when they were read first. Should they have changed since, nothing is looked up outside.
-    in_table = position.to(tl.uint32) < max_seq_len.to(tl.uint32)
-    bad = bad_req | (valid & (not in_table))
+    past_table = position.to(tl.uint32) >= max_seq_len.to(tl.uint32)
+    bad = bad_req | (valid & past_table)
+    in_table = ~past_table
 
     c4_compress = valid & (position & 3 == 3)
     c128_compress = valid & (position & 127 == 127)
