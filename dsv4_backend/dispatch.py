@@ -45,3 +45,14 @@ def planner(impl: str, device: torch.device) -> ModuleType:
     from dsv4_backend.reference import planner as reference
 
     return reference
+
+
+def metadata(impl: str, device: torch.device) -> ModuleType:
+    """The module whose `bind` gives what fills metadata buffers with `impl` on `device`."""
+    if resolve_impl(impl, device) == "triton":
+        from dsv4_triton_kernels import metadata as kernels
+
+        return kernels
+    from dsv4_backend.reference import metadata as reference
+
+    return reference

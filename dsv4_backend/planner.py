@@ -14,7 +14,7 @@ from dsv4_backend import dispatch
 from dsv4_backend.geometry import RATIOS, CacheGeometry
 from dsv4_backend.plans import DecodePlans, PrefillPlan, check_num_rows, check_ratios
 from dsv4_backend.tables import RequestTables
-from dsv4_backend.validation import INT_DTYPES, expect_tensor, expect_type
+from dsv4_backend.validation import INT_DTYPES, expect_range, expect_tensor, expect_type
 
 
 def plan_prefill(
@@ -120,7 +120,7 @@ def plan_decode(
     batch_size = _check_requests(req_pool_indices, tables, geom)
     expect_tensor("seq_lens", seq_lens, dtypes=INT_DTYPES, ndim=1, size=batch_size, device=tables.device)
     if seq_lens.device.type == "cpu":
-        _expect_range("seq_lens", seq_lens, 1, tables.max_seq_len, "columns of req_to_token")
+        expect_range("seq_lens", seq_lens, 1, tables.max_seq_len, "columns of req_to_token")
     _check_host_ids(req_pool_indices, tables)
     plan_fn = dispatch.planner(impl, tables.device).plan_decode
 
@@ -146,7 +146,7 @@ def _check_requests(req_pool_indices: torch.Tensor, tables: RequestTables, geom:
 
 def _check_host_ids(req_pool_indices: torch.Tensor, tables: RequestTables) -> None:
     if req_pool_indices.device.type == "cpu":
-        _expect_range("req_pool_indices", req_pool_indices, 0, tables.num_requests - 1, "rows of req_to_token")
+        expect_range("req_pool_indices", req_pool_indices, 0, tables.num_requests - 1, "rows of req_to_token")
 
 
 def _check_host_lengths(
@@ -158,8 +158,8 @@ def _check_host_lengths(
             f"seq_lens: expected a tensor on {tables.device} while a CUDA graph is captured, got one on cpu, whose "
             "values a replay would not read again"
         )
-    _expect_range("seq_lens", seq_lens, 0, tables.max_seq_len, "columns of req_to_token")
-    _expect_range("extend_lens", extend_lens, 0, tables.max_seq_len, "columns of req_to_token")
+    expect_range("seq_lens", seq_lens, 0, tables.max_seq_len, "columns of req_to_token")
+    expect_range("extend_lens", extend_lens, 0, tables.max_seq_len, "columns of req_to_token")
     too_long = (extend_lens > seq_lens).nonzero()
     if len(too_long):
         b = int(too_long[0])
@@ -172,13 +172,6 @@ def _check_host_lengths(
     if check_num_rows(num_rows) < total:
         raise ValueError(f"num_rows: expected at least the sum of extend_lens, {total}, got {num_rows}")
     return num_rows
-
-
-def _expect_range(name: str, values: torch.Tensor, low: int, high: int, limit: str) -> None:
-    bad = ((values < low) | (values > high)).nonzero()
-    if len(bad):
-        b = int(bad[0])
-        raise ValueError(f"{name}[{b}]: expected {low} to {high} ({limit}), got {int(values[b])}")
 
 
 def _check_out(

@@ -49,10 +49,12 @@ HEADER_FIELDS = (
 
 ERROR_LENGTHS = 1
 ERROR_SLOT = 2
+ERROR_UNOWNED = 4
 ERROR_TEXT = {
     ERROR_LENGTHS: "a length or request id was out of range (negative, longer than the table, or more rows than "
     "num_rows); that request, or with too many rows the whole batch, was planned as empty or as padding",
-    ERROR_SLOT: "a slot in req_to_token lies beyond full_to_swa; it was read as window slot 0",
+    ERROR_SLOT: "a slot in req_to_token or out_cache_loc lies beyond full_to_swa; it was read as window slot 0",
+    ERROR_UNOWNED: "out_cache_loc holds a slot for a row that no request has; it was left out",
 }
 
 

@@ -43,3 +43,11 @@ def expect_type(name: str, value: object, kind: type) -> None:
     """Raises ValueError unless `value` is a `kind`."""
     if not isinstance(value, kind):
         raise ValueError(f"{name}: expected a {kind.__name__}, got {type(value).__name__}")
+
+
+def expect_range(name: str, values: torch.Tensor, low: int, high: int, limit: str) -> None:
+    """Raises ValueError for the first of `values`, ints [n] on the host, outside low .. high, which `limit` names."""
+    bad = ((values < low) | (values > high)).nonzero()
+    if len(bad):
+        b = int(bad[0])
+        raise ValueError(f"{name}[{b}]: expected {low} to {high} ({limit}), got {int(values[b])}")

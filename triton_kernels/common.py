@@ -24,6 +24,17 @@ def pdl_options(device: torch.device) -> dict[str, Any]:
     return {"PDL": True, "launch_pdl": True} if pdl else {"PDL": False}
 
 
+def _addresses(args: tuple[Any, ...]) -> list[Any]:
+    return [arg.data_ptr() if isinstance(arg, torch.Tensor) else arg for arg in args]
+
+
+class FixedArgs:
+    """Arguments that stay the same from launch to launch, as a kernel's first launch and the later ones want them."""
+
+    def __init__(self, args: tuple[Any, ...]) -> None:
+        self.args, self.addresses = args, tuple(_addresses(args))
+
+
 class Launcher:
     """Launches a kernel whose integer arguments are not specialised, at a fraction of the usual host time.
 
@@ -39,42 +50,47 @@ class Launcher:
         self,
         device: torch.device,
         key: tuple[Any, ...],
-        programs: int,
+        grid: tuple[int, ...],
         args: tuple[Any, ...],
         constants: Callable[[], dict[str, Any]],
+        fixed: FixedArgs | None = None,
     ) -> None:
-        """Launches `programs` programs on the current stream of `device`.
+        """Launches a grid of programs on the current stream of `device`.
 
         Args:
             key: everything beside the device that decides which compilation serves: what the constants depend on,
                 dtypes, and whether an integer needs 64 bits.
-            args: the kernel's arguments up to its constants, tensors as they are.
+            grid: one or two dimensions.
+            args: the kernel's arguments up to `fixed` and its constants, tensors as they are; None where a kernel does
+                without.
             constants: gives the constants, all of them, in the order of the kernel's signature, and among them the
                 launch options of `LAUNCH_OPTIONS`. Called for the first launch of a key only.
+            fixed: the arguments between those, where they are the same at every launch.
         """
-        grid = (programs, 1, 1)
+        grid = (*grid, 1, 1)[:3]
         if INTERPRET:
-            self._kernel[grid](*args, **constants())
+            self._kernel[grid](*args, *(fixed.args if fixed else ()), **constants())
         elif device.index == torch.cuda.current_device():
-            self._launch((device.index, key), grid, args, constants)
+            self._launch((device.index, key), grid, args, constants, fixed)
         else:
             # Triton launches on the current device, whatever device the tensors are on.
             with torch.cuda.device(device):
-                self._launch((device.index, key), grid, args, constants)
+                self._launch((device.index, key), grid, args, constants, fixed)
 
     def _launch(
         self,
         key: tuple[Any, ...],
-        grid: tuple[int, int, int],
+        grid: tuple[int, ...],
         args: tuple[Any, ...],
         constants: Callable[[], dict[str, Any]],
+        fixed: FixedArgs | None,
     ) -> None:
         found = self._compiled.get(key)
         if found is not None:
             compiled, values = found
             # Addresses, because Triton would ask each tensor for its own and then the driver whether it is valid.
-            compiled[grid](*[arg if isinstance(arg, int) else arg.data_ptr() for arg in args], *values)
+            compiled[grid](*_addresses(args), *(fixed.addresses if fixed else ()), *values)
             return
         named = constants()
-        compiled = self._kernel[grid](*args, **named)
+        compiled = self._kernel[grid](*args, *(fixed.args if fixed else ()), **named)
         self._compiled[key] = compiled, tuple(v for name, v in named.items() if name not in LAUNCH_OPTIONS)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -103,6 +103,26 @@ CHUNKED_PROGRAMS = 128
 DECODE_BLOCK = 32
 
 
+class RowLayout(NamedTuple):
+    """What a plan that is part of metadata reads and writes besides: see LAYOUT in the kernels.
+
+    Args:
+        num_batch_rows: rows that the batch has slots for; more make all of it padding.
+        extend_limit: most rows of a request.
+        seq_before: `seq_lens` come without the rows of the batch.
+        row_req: int64 [num_rows], written: request of each row, 0 for padding; None: not wanted, as for the others.
+        row_position: int32 [num_rows], written.
+        row_owner: int32 [num_rows], written: place of the request in the batch, its size for padding.
+    """
+
+    num_batch_rows: int
+    extend_limit: int
+    seq_before: bool
+    row_req: torch.Tensor | None = None
+    row_position: torch.Tensor | None = None
+    row_owner: torch.Tensor | None = None
+
+
 def plan_prefill(
     *,
     seq_lens: torch.Tensor,
@@ -113,10 +133,12 @@ def plan_prefill(
     num_rows: int,
     out: Any,
     force_uniform: bool | None = None,
+    layout: RowLayout | None = None,
 ) -> None:
     """One launch that fills `out`; arguments as in `dsv4_backend.planner.plan_prefill`, checked there.
 
-    `force_uniform` overrides the uniform-or-ragged decision: a test shows with it that the decision matters.
+    With `layout`, request 0 is padding, and whose each row is may be written, too. `force_uniform` overrides the
+    uniform-or-ragged decision: a test shows with it that the decision matters.
     """
     batch_size = seq_lens.shape[0]
     req_to_token, c4, c128 = tables.req_to_token, out.c4, out.c128
@@ -139,6 +161,7 @@ def plan_prefill(
         c128 is None,
         wide,
         force_uniform,
+        layout is not None and (layout.seq_before, layout.row_req is None, layout.row_owner is None),
         *(s > INT32_MAX for s in (row_stride, seq_lens.stride(0), extend_lens.stride(0), req_pool_indices.stride(0))),
     )
     lengths = (
@@ -165,6 +188,7 @@ def plan_prefill(
         c4.write_words if c4 else out.header,
         c128.compress_words if c128 else out.header,
         c128.write_words if c128 else out.header,
+        *((None,) * 5 if layout is None else (*layout[:2], *layout[3:])),
     )
 
     def constants() -> dict[str, Any]:
@@ -177,6 +201,8 @@ def plan_prefill(
             HAS_C4=c4 is not None,
             HAS_C128=c128 is not None,
             WIDE=wide,
+            LAYOUT=layout is not None,
+            SEQ_BEFORE=layout is not None and layout.seq_before,
             FORCE_UNIFORM=force_uniform,
             **sizes,
             **pdl_options(out.device),
@@ -185,9 +211,9 @@ def plan_prefill(
     blocks = max(1, -(-num_rows // sizes["BLOCK"]))
     if chunked:
         blocks_each = -(-blocks // CHUNKED_PROGRAMS)
-        _launch_chunked(out.device, key, -(-blocks // blocks_each), (*lengths, blocks_each, *rest), constants)
+        _launch_chunked(out.device, key, (-(-blocks // blocks_each),), (*lengths, blocks_each, *rest), constants)
     else:
-        _launch_prefill(out.device, key, blocks, (*lengths, *rest), constants)
+        _launch_prefill(out.device, key, (blocks,), (*lengths, *rest), constants)
 
 
 def plan_decode(*, seq_lens: torch.Tensor, req_pool_indices: torch.Tensor, tables: Any, geom: Any, out: Any) -> None:
@@ -207,7 +233,7 @@ def plan_decode(*, seq_lens: torch.Tensor, req_pool_indices: torch.Tensor, table
             c128 is None,
             *(s > INT32_MAX for s in (row_stride, seq_lens.stride(0), req_pool_indices.stride(0))),
         ),
-        -(-batch_size // DECODE_BLOCK),
+        (-(-batch_size // DECODE_BLOCK),),
         (
             seq_lens,
             seq_lens.stride(0),

@@ -13,6 +13,7 @@ import triton.language as tl
 from dsv4_triton_kernels.planner_rows import (
     ERROR_LENGTHS,
     _bad_bits,
+    _check_layout,
     _check_lengths,
     _count_compress,
     _count_ended,
@@ -36,20 +37,28 @@ def _scan_lengths(
     stride_seq,
     extend_ptr,
     stride_extend,
+    req_ptr,
+    stride_req,
     batch_size,
+    num_requests,
     max_seq_len,
+    num_batch_rows,
+    extend_limit,
     error_ptr,
     SWA_PAGE: tl.constexpr,
     C4_WRITE_PAD: tl.constexpr,
     C128_WRITE_PAD: tl.constexpr,
     WIDE: tl.constexpr,
+    LAYOUT: tl.constexpr,
+    SEQ_BEFORE: tl.constexpr,
     CHUNK: tl.constexpr,
     DENSE: tl.constexpr,
     CAREFUL: tl.constexpr,
 ):
     """Reads all lengths, a chunk at a time. Returns the extremes and the sum of the extend lengths, the request that
-    `first_row` belongs to, the row where that request begins, how many rows of each list come before `first_row`, and
-    whether all this may be wrong, since a length was bad or a sum did not fit: then it takes a careful scan."""
+    `first_row` belongs to, the row where that request begins, how many rows of each list come before `first_row`,
+    whether all this may be wrong, since a length was bad or a sum did not fit: then it takes a careful scan, and the
+    extremes and the sum of the rows that are planned, which differ from the first ones only with LAYOUT."""
     smallest = tl.full([CHUNK], INT32_MAX, tl.int32)
     largest = tl.zeros([CHUNK], tl.int32)
     bad_bits = tl.zeros([CHUNK], tl.int32)
@@ -58,6 +67,9 @@ def _scan_lengths(
     c128_compress_rows = tl.zeros([CHUNK], tl.int32)
     c128_write_rows = tl.zeros([CHUNK], tl.int32)
     total = tl.full([], 0, tl.int64)
+    smallest_planned = smallest
+    largest_planned = largest
+    total_planned = total
     first_owner = 0
     first_owner_begin = 0
     next_seq, next_extend = _load_chunk(seq_ptr, stride_seq, extend_ptr, stride_extend, 0, batch_size, CHUNK, DENSE)
@@ -66,7 +78,20 @@ def _scan_lengths(
         extend = next_extend.to(tl.int32)
         bad_bits |= _bad_bits(next_seq, next_extend, max_seq_len)
         begin = total
-        if CAREFUL:
+        if LAYOUT:
+            index = start + tl.arange(0, CHUNK)
+            ids = tl.load(req_ptr + index.to(tl.int64) * stride_req, mask=index < batch_size, other=0)
+            seq, extend, planned, lost, bad = _check_layout(
+                next_seq, next_extend, ids, max_seq_len, num_requests, extend_limit, SEQ_BEFORE
+            )
+            planned_rows = tl.where(planned, extend, 0)
+            extend = tl.where(lost, num_batch_rows + 1, extend)
+            tl.store(error_ptr + tl.zeros([CHUNK], tl.int32), ERROR_LENGTHS, mask=bad)
+            total += tl.sum(extend.to(tl.int64), 0)
+            total_planned += tl.sum(planned_rows.to(tl.int64), 0)
+            smallest_planned = tl.minimum(smallest_planned, tl.where(index < batch_size, planned_rows, INT32_MAX))
+            largest_planned = tl.maximum(largest_planned, planned_rows)
+        elif CAREFUL:
             seq, extend, bad = _check_lengths(next_seq, next_extend, max_seq_len)
             tl.store(error_ptr + tl.zeros([CHUNK], tl.int32), ERROR_LENGTHS, mask=bad)
             total += tl.sum(extend.to(tl.int64), 0)
@@ -91,6 +116,8 @@ def _scan_lengths(
                 first_owner = start + tl.sum(ended.to(tl.int32), 0)
                 first_owner_begin = tl.maximum(begin.to(tl.int32), tl.max(tl.where(ended, end, 0), 0))
                 before = _rows_before(end, extend, first_row)
+            if LAYOUT:
+                before = tl.where(planned, before, 0)
             prefix = seq - extend
             c4_compress_rows += _count_compress(prefix, before, 2)
             c128_compress_rows += _count_compress(prefix, before, 7)
@@ -112,6 +139,9 @@ def _scan_lengths(
         c128_compress_before,
         c128_write_before,
         suspect,
+        tl.min(smallest_planned, 0),
+        tl.max(largest_planned, 0),
+        total_planned,
     )
 
 
@@ -127,6 +157,8 @@ def _scan_lengths(
         "num_requests",
         "max_seq_len",
         "num_slots",
+        "num_batch_rows",
+        "extend_limit",
     ],
     do_not_specialize_on_alignment=["seq_ptr", "extend_ptr", "req_ptr", "req_to_token_ptr", "full_to_swa_ptr"],
 )
@@ -152,6 +184,11 @@ def _plan_prefill_chunked_kernel(
     c4_write_ptr,  # int32 [num_rows, 2]
     c128_compress_ptr,
     c128_write_ptr,
+    num_batch_rows,  # these five as in `planner_prefill`
+    extend_limit,
+    row_req_ptr,
+    row_position_ptr,
+    row_owner_ptr,
     SWA_PAGE: tl.constexpr,
     C4_RING: tl.constexpr,
     C4_WRITE_PAD: tl.constexpr,
@@ -160,6 +197,8 @@ def _plan_prefill_chunked_kernel(
     HAS_C4: tl.constexpr,
     HAS_C128: tl.constexpr,
     WIDE: tl.constexpr,
+    LAYOUT: tl.constexpr,
+    SEQ_BEFORE: tl.constexpr,
     FORCE_UNIFORM: tl.constexpr,  # None; a test sets True or False to see that the decision matters
     CHUNK: tl.constexpr,  # requests read at a time
     SEARCH: tl.constexpr,  # requests read at a time when looking for the owners of rows
@@ -185,57 +224,78 @@ def _plan_prefill_chunked_kernel(
         c128_compress_before,
         c128_write_before,
         suspect,
+        min_planned,
+        max_planned,
+        total_planned,
     ) = _scan_lengths(
         first_row,
         seq_ptr,
         stride_seq,
         extend_ptr,
         stride_extend,
+        req_ptr,
+        stride_req,
         batch_size,
+        num_requests,
         max_seq_len,
+        num_batch_rows,
+        extend_limit,
         error_ptr,
         SWA_PAGE,
         C4_WRITE_PAD,
         C128_WRITE_PAD,
         WIDE,
+        LAYOUT,
+        SEQ_BEFORE,
         CHUNK,
         DENSE,
         False,
     )
-    if suspect:
-        (
-            min_extend,
-            max_extend,
-            total,
-            first_owner,
-            first_owner_begin,
-            c4_compress_before,
-            c4_write_before,
-            c128_compress_before,
-            c128_write_before,
-            suspect,
-        ) = _scan_lengths(
-            first_row,
-            seq_ptr,
-            stride_seq,
-            extend_ptr,
-            stride_extend,
-            batch_size,
-            max_seq_len,
-            error_ptr,
-            SWA_PAGE,
-            C4_WRITE_PAD,
-            C128_WRITE_PAD,
-            WIDE,
-            CHUNK,
-            DENSE,
-            True,
-        )
+    if not LAYOUT:
+        if suspect:
+            (
+                min_extend,
+                max_extend,
+                total,
+                first_owner,
+                first_owner_begin,
+                c4_compress_before,
+                c4_write_before,
+                c128_compress_before,
+                c128_write_before,
+                suspect,
+                min_planned,
+                max_planned,
+                total_planned,
+            ) = _scan_lengths(
+                first_row,
+                seq_ptr,
+                stride_seq,
+                extend_ptr,
+                stride_extend,
+                req_ptr,
+                stride_req,
+                batch_size,
+                num_requests,
+                max_seq_len,
+                num_batch_rows,
+                extend_limit,
+                error_ptr,
+                SWA_PAGE,
+                C4_WRITE_PAD,
+                C128_WRITE_PAD,
+                WIDE,
+                LAYOUT,
+                SEQ_BEFORE,
+                CHUNK,
+                DENSE,
+                True,
+            )
     uniform = _is_uniform(min_extend, max_extend, batch_size)
     take_division = uniform
     if FORCE_UNIFORM is not None:
         take_division = tl.full([], FORCE_UNIFORM, tl.int1)
-    fits = total <= num_rows
+    fits = total <= (num_batch_rows if LAYOUT else num_rows)
     total_rows = tl.where(fits, total, 0).to(tl.int32)
     if not fits:
         c4_compress_before = 0
@@ -262,7 +322,12 @@ def _plan_prefill_chunked_kernel(
                 more_seq, more_extend = _load_lengths(
                     seq_ptr, stride_seq, extend_ptr, stride_extend, index, index < batch_size
                 )
-                _checked_seq, rows, _bad = _check_lengths(more_seq, more_extend, max_seq_len)
+                if LAYOUT:
+                    _seq, rows, _planned, _lost, _bad = _check_layout(
+                        more_seq, more_extend, more_extend * 0, max_seq_len, num_requests, extend_limit, SEQ_BEFORE
+                    )
+                else:
+                    _seq, rows, _bad = _check_lengths(more_seq, more_extend, max_seq_len)
                 row_end = begin_row + tl.cumsum(rows, 0)
                 ended_here = _count_ended(row_end, row, SEARCH)
                 ended_here += (tl.gather(row_end, ended_here, 0) <= row).to(tl.int32)
@@ -299,6 +364,10 @@ def _plan_prefill_chunked_kernel(
             c4_write_ptr,
             c128_compress_ptr,
             c128_write_ptr,
+            extend_limit,
+            row_req_ptr,
+            row_position_ptr,
+            row_owner_ptr,
             SWA_PAGE,
             C4_RING,
             C4_WRITE_PAD,
@@ -307,6 +376,8 @@ def _plan_prefill_chunked_kernel(
             HAS_C4,
             HAS_C128,
             WIDE,
+            LAYOUT,
+            SEQ_BEFORE,
             BLOCK,
         )
         # On to the next block.
@@ -321,6 +392,11 @@ def _plan_prefill_chunked_kernel(
         first_row += BLOCK
 
     if tl.program_id(0) == tl.num_programs(0) - 1:
+        if LAYOUT:
+            min_extend = min_planned
+            max_extend = max_planned
+            uniform = _is_uniform(min_planned, max_planned, batch_size)
+            total_rows = tl.where(fits, total_planned, 0).to(tl.int32)
         _store_header(
             header_ptr,
             error_ptr,

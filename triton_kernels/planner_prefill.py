@@ -13,6 +13,7 @@ import triton.language as tl
 
 from dsv4_triton_kernels.planner_rows import (
     ERROR_LENGTHS,
+    _check_layout,
     _check_lengths,
     _count_compress,
     _count_ended,
@@ -39,6 +40,8 @@ INT32_MAX = tl.constexpr(2**31 - 1)
         "num_requests",
         "max_seq_len",
         "num_slots",
+        "num_batch_rows",
+        "extend_limit",
     ],
     do_not_specialize_on_alignment=["seq_ptr", "extend_ptr", "req_ptr", "req_to_token_ptr", "full_to_swa_ptr"],
 )
@@ -63,6 +66,11 @@ def _plan_prefill_kernel(
     c4_write_ptr,  # int32 [num_rows, 2]
     c128_compress_ptr,
     c128_write_ptr,
+    num_batch_rows,  # LAYOUT: rows that the batch has slots for, at most num_rows
+    extend_limit,  # LAYOUT: most rows of a request
+    row_req_ptr,  # LAYOUT: int64 [num_rows], the request of each row; None: not wanted, as the others
+    row_position_ptr,  # LAYOUT: int32 [num_rows]
+    row_owner_ptr,  # LAYOUT: int32 [num_rows], place of the request in the batch
     SWA_PAGE: tl.constexpr,
     C4_RING: tl.constexpr,
     C4_WRITE_PAD: tl.constexpr,
@@ -71,6 +79,8 @@ def _plan_prefill_kernel(
     HAS_C4: tl.constexpr,
     HAS_C128: tl.constexpr,
     WIDE: tl.constexpr,
+    LAYOUT: tl.constexpr,  # request 0 is padding, and the owners of rows are stored
+    SEQ_BEFORE: tl.constexpr,  # LAYOUT: lengths come without the rows of the batch
     FORCE_UNIFORM: tl.constexpr,  # None; a test sets True or False to see that the decision matters
     CHUNK: tl.constexpr,  # room for the batch
     BLOCK: tl.constexpr,  # batch rows of a program
@@ -92,8 +102,16 @@ def _plan_prefill_kernel(
     seq, extend = _load_lengths(seq_ptr, stride_seq, extend_ptr, stride_extend, index, inside)
     # Rows look ids up one by one; reading them here as well brings them into the nearest cache.
     ids = tl.load(req_ptr + index.to(tl.int64) * stride_req, mask=inside, other=0).to(tl.int64)
-    seq, extend, bad = _check_lengths(seq, extend, max_seq_len)
-    bad |= (extend > 0) & ((ids < 0) | (ids >= num_requests))
+    if LAYOUT:
+        seq, extend, planned, lost, bad = _check_layout(
+            seq, extend, ids, max_seq_len, num_requests, extend_limit, SEQ_BEFORE
+        )
+        planned_rows = tl.where(planned, extend, 0)
+        # Nobody knows where rows belong then: too many for the batch, which makes all of it padding.
+        extend = tl.where(lost, num_batch_rows + 1, extend)
+    else:
+        seq, extend, bad = _check_lengths(seq, extend, max_seq_len)
+        bad |= (extend > 0) & ((ids < 0) | (ids >= num_requests))
     tl.store(error_ptr + index * 0, ERROR_LENGTHS, mask=bad)
 
     min_extend = tl.min(tl.where(inside, extend, INT32_MAX), 0)
@@ -117,11 +135,13 @@ def _plan_prefill_kernel(
         owner = _count_ended(end, row, CHUNK)
         owner_begin = tl.where(owner > 0, tl.gather(end, tl.maximum(owner - 1, 0), 0), 0)
     # A batch with more rows than the plan is planned as if it had none.
-    fits = total <= num_rows
+    fits = total <= (num_batch_rows if LAYOUT else num_rows)
     total_rows = tl.where(fits, total, 0).to(tl.int32)
 
     prefix = seq - extend
     before = _rows_before(end, extend, first_row)
+    if LAYOUT:
+        before = tl.where(planned, before, 0)
     c4_compress_before, c4_write_before = _sum_pair(
         _count_compress(prefix, before, 2), _count_write(prefix, before, seq, 4, C4_WRITE_PAD, SWA_PAGE), fits, WIDE
     )
@@ -156,6 +176,10 @@ def _plan_prefill_kernel(
         c4_write_ptr,
         c128_compress_ptr,
         c128_write_ptr,
+        extend_limit,
+        row_req_ptr,
+        row_position_ptr,
+        row_owner_ptr,
         SWA_PAGE,
         C4_RING,
         C4_WRITE_PAD,
@@ -164,9 +188,16 @@ def _plan_prefill_kernel(
         HAS_C4,
         HAS_C128,
         WIDE,
+        LAYOUT,
+        SEQ_BEFORE,
         BLOCK,
     )
     if tl.program_id(0) == tl.num_programs(0) - 1:
+        if LAYOUT:
+            min_extend = tl.min(tl.where(inside, planned_rows, INT32_MAX), 0)
+            max_extend = tl.max(planned_rows, 0)
+            uniform = _is_uniform(min_extend, max_extend, batch_size)
+            total_rows = tl.where(fits, tl.sum(planned_rows, 0), 0)
         _store_header(
             header_ptr,
             error_ptr,

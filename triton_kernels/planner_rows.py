@@ -8,6 +8,7 @@ import triton.language as tl
 # Mirrored from dsv4_backend.plans; a test compares them.
 ERROR_LENGTHS = tl.constexpr(1)
 ERROR_SLOT = tl.constexpr(2)
+ERROR_UNOWNED = tl.constexpr(4)
 
 LOW_16 = tl.constexpr(0xFFFF)
 LOW_32 = tl.constexpr(0xFFFFFFFF)
@@ -43,6 +44,26 @@ def _check_lengths(seq, extend, max_seq_len):
     # Unsigned, a negative length is larger than any table.
     bad = (extend.to(tl.uint64) > seq.to(tl.uint64)) | (seq.to(tl.uint64) > max_seq_len.to(tl.uint64))
     return tl.where(bad, 0, seq.to(tl.int32)), tl.where(bad, 0, extend.to(tl.int32)), bad
+
+
+@triton.jit
+def _check_layout(seq, extend, req, max_seq_len, num_requests, extend_limit, SEQ_BEFORE: tl.constexpr):
+    """The same where request 0 is padding, and rows keep their places in the batch whatever is wrong with a request.
+
+    Returns the length with the rows of the batch (0 for padding and bad requests), the rows in the batch, whether
+    they are planned, whether the number of rows makes no sense (then it is returned as 0), and whether to flag it.
+    """
+    seq = seq.to(tl.int64)
+    extend = extend.to(tl.int64)
+    lost = extend.to(tl.uint64) > extend_limit.to(tl.uint64)
+    if SEQ_BEFORE:
+        seq += extend
+    bad = (extend.to(tl.uint64) > seq.to(tl.uint64)) | (seq.to(tl.uint64) > max_seq_len.to(tl.uint64))
+    outside = (req < 0) | (req >= num_requests)
+    planned = ~(lost | bad | outside) & (req != 0)
+    flagged = lost | (bad & (req != 0)) | (outside & (extend != 0))
+    rows = tl.where(lost, 0, extend.to(tl.int32))
+    return tl.where(planned, seq.to(tl.int32), 0), rows, planned, lost, flagged
 
 
 @triton.jit
@@ -233,6 +254,10 @@ def _plan_rows(
     c4_write_ptr,
     c128_compress_ptr,
     c128_write_ptr,
+    extend_limit,  # these four: only for LAYOUT
+    row_req_ptr,  # int64 [num_rows], or None, as the others
+    row_position_ptr,  # int32 [num_rows], -1 behind the last request
+    row_owner_ptr,  # int32 [num_rows]
     SWA_PAGE: tl.constexpr,
     C4_RING: tl.constexpr,
     C4_WRITE_PAD: tl.constexpr,
@@ -241,14 +266,24 @@ def _plan_rows(
     HAS_C4: tl.constexpr,
     HAS_C128: tl.constexpr,
     WIDE: tl.constexpr,
+    LAYOUT: tl.constexpr,
+    SEQ_BEFORE: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Plans a block of rows; returns which of them are in each list."""
+    """Plans a block of rows; returns which of them are in each list. With LAYOUT it also stores whose they are."""
     owner = tl.where(valid, tl.minimum(owner, batch_size - 1), 0).to(tl.int64)
-    seq = tl.load(seq_ptr + owner * stride_seq, mask=valid, other=0).to(tl.int32)
-    extend = tl.load(extend_ptr + owner * stride_extend, mask=valid, other=0).to(tl.int32)
+    seq = tl.load(seq_ptr + owner * stride_seq, mask=valid, other=0)
+    extend = tl.load(extend_ptr + owner * stride_extend, mask=valid, other=0)
     req = tl.load(req_ptr + owner * stride_req, mask=valid, other=0).to(tl.int64)
     bad_req = (req < 0) | (req >= num_requests)
+    if LAYOUT:
+        seq, extend, planned, _lost, _flagged = _check_layout(
+            seq, extend, req, max_seq_len, num_requests, extend_limit, SEQ_BEFORE
+        )
+        owned = valid
+        valid &= planned
+    seq = seq.to(tl.int32)
+    extend = extend.to(tl.int32)
     req = tl.where(bad_req, 0, req.to(tl.int32))
     j = row - owner_begin
     position = seq - extend + j
@@ -256,6 +291,14 @@ def _plan_rows(
     past_table = position.to(tl.uint32) >= max_seq_len.to(tl.uint32)
     bad = bad_req | (valid & past_table)
     in_table = ~past_table
+    if LAYOUT:
+        live = valid & in_table
+        inside = row < num_rows
+        if row_req_ptr is not None:
+            tl.store(row_req_ptr + row, tl.where(live, req, 0).to(tl.int64), mask=inside)
+            tl.store(row_position_ptr + row, tl.where(live, position, tl.where(owned, 0, -1)), mask=inside)
+        if row_owner_ptr is not None:
+            tl.store(row_owner_ptr + row, tl.where(live, owner.to(tl.int32), batch_size), mask=inside)
 
     c4_compress = valid & (position & 3 == 3)
     c128_compress = valid & (position & 127 == 127)

@@ -55,7 +55,11 @@ def plan_prefill(
     if too_many:
         extend = torch.zeros_like(extend)
 
-    rows = _batch_rows(seq, extend, req)
+    plan_rows(_batch_rows(seq, extend, req), extend, tables, geom, out)
+
+
+def plan_rows(rows: Rows, extend: torch.Tensor, tables: RequestTables, geom: CacheGeometry, out: PrefillPlan) -> None:
+    """Fills `out` for rows in ascending order; `extend`, int64 [B], says how many of them each request has."""
     counts = {4: (0, 0), 128: (0, 0)}
     for plan in out.lists():
         compress = _compress_rows(rows, plan.ratio, tables, geom, out.error)
