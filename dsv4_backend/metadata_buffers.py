@@ -89,6 +89,36 @@ class BucketKey:
     has_decode_plan: bool = False
 
 
+def bucket_key(
+    shape: MetadataShape,
+    mode: ForwardMode,
+    num_rows: int,
+    *,
+    num_requests: int = 0,
+    num_steps: int = 1,
+    grows: bool = False,
+    eager: bool = False,
+) -> BucketKey:
+    """The key of a bucket of `num_rows` rows.
+
+    Args:
+        num_requests: requests that EXTEND must have room for, should its tables be kept once a request.
+        num_steps, grows: only DRAFT_DECODE has more than one step, and plans only where each is a step of its own.
+    """
+    per_request = mode is ForwardMode.EXTEND and num_rows * shape.table_bytes() > MAX_TABLE_BYTES
+    drafts, planned = mode is ForwardMode.DRAFT_DECODE, bool(shape.ratios)
+    return BucketKey(
+        mode=mode,
+        num_rows=num_rows,
+        eager=eager,
+        num_requests=max(1, num_requests) if per_request else 0,
+        num_steps=num_steps if drafts else 1,
+        grows=grows,
+        has_prefill_plan=planned and mode in PREFILL_MODES,
+        has_decode_plan=planned and mode not in PREFILL_MODES and (grows or not drafts),
+    )
+
+
 class BucketBuffers:
     """The tensors of a bucket. They are allocated once, and live as long as the builder."""
 

@@ -14,12 +14,12 @@ from dsv4_backend.config import DSV4Config
 from dsv4_backend.geometry import RATIOS, CacheGeometry
 from dsv4_backend.metadata import AttnMetadata
 from dsv4_backend.metadata_buffers import (
-    MAX_TABLE_BYTES,
     PREFILL_MODES,
     BucketBuffers,
     BucketKey,
     MetadataShape,
     StepBuffers,
+    bucket_key,
 )
 from dsv4_backend.metadata_checks import check_values
 from dsv4_backend.plans import PrefillPlan, check_error, check_num_rows, check_ratios
@@ -230,7 +230,15 @@ class MetadataBuilder:
             if batch.extend_lens is None and num_rows % drafts:
                 raise ValueError(f"padded_rows: expected a multiple of num_draft_tokens = {drafts}, got {num_rows}")
         num_requests = batch.batch_size if mode is ForwardMode.EXTEND else 0
-        key = self._key(mode, num_rows, eager, num_requests, max(1, batch.num_steps - 1), grows)
+        key = bucket_key(
+            self._shape,
+            mode,
+            min(_power_of_two(num_rows), self._max_rows) if eager else num_rows,
+            num_requests=_power_of_two(num_requests),
+            num_steps=max(1, batch.num_steps - 1),
+            grows=grows,
+            eager=eager,
+        )
         bucket = self._bucket(key)
         metas = bucket.steps(num_rows, num_requests, self._error)
         plan = None
@@ -254,24 +262,6 @@ class MetadataBuilder:
             self._bound.clear()
         bound = self._bound[self._name(batch, num_rows, eager, grows)] = _Bound(key, steps, run)
         return bound
-
-    def _key(
-        self, mode: ForwardMode, num_rows: int, eager: bool, num_requests: int, num_steps: int, grows: bool
-    ) -> BucketKey:
-        rows = min(_power_of_two(num_rows), max(self._max_rows, num_rows)) if eager else num_rows
-        per_request = mode is ForwardMode.EXTEND and rows * self._shape.table_bytes() > MAX_TABLE_BYTES
-        drafts = mode is ForwardMode.DRAFT_DECODE
-        planned = bool(self._shape.ratios)
-        return BucketKey(
-            mode=mode,
-            num_rows=rows,
-            eager=eager,
-            num_requests=_power_of_two(max(1, num_requests)) if per_request else 0,
-            num_steps=num_steps if drafts else 1,
-            grows=grows,
-            has_prefill_plan=planned and mode in PREFILL_MODES,
-            has_decode_plan=planned and mode not in PREFILL_MODES and (grows or not drafts),
-        )
 
     def _bucket(self, key: BucketKey) -> BucketBuffers:
         bucket = self._buckets.get(key)

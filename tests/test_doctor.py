@@ -87,3 +87,20 @@ def test_a_narrow_terminal_loses_nothing() -> None:
     text = "\n".join(doctor(60))
     assert "…" not in text
     assert torch.__version__ in text.split()
+
+
+def test_memory_follows_capacity_and_model() -> None:
+    result = CliRunner(env={"COLUMNS": "200"}).invoke(app, ["doctor", "--memory"])
+    assert result.exit_code == 0, result.output
+    rows = {}
+    for line in result.output.splitlines()[2:]:
+        mode, bucket, *sizes = line.split()[:6]
+        rows[mode, int(bucket.replace(",", ""))] = [int(size.replace(",", "")) for size in sizes]
+    flash, pro, flash_1m, pro_1m = rows["DECODE", 256]
+    # Flash: 7 values of 4 bytes and 4 of 8, 256 pages, 128 window slots, 512 selected and 512 ratio-128 entries, two plans.
+    assert flash == 256 * (7 * 4 + 4 * 8 + 4 * (256 + 128 + 512 + 512) + 2 * 16)
+    assert pro - flash == pro_1m - flash_1m == 256 * 4 * 512
+    assert flash_1m - flash == 256 * 4 * (4096 + 8192 - 256 - 512)
+    # Once a request, 8,192 rows take less than eight times as much as 1,024 would once a row.
+    assert rows["EXTEND", 8192][2] < rows["EXTEND", 2048][2] * 4
+    assert "one a request" in result.output

@@ -45,6 +45,11 @@ class Launcher:
     def __init__(self, kernel: Any) -> None:
         self._kernel = kernel
         self._compiled: dict[tuple[Any, ...], tuple[Any, tuple[Any, ...]]] = {}
+        self._names: dict[tuple[Any, ...], int] = {}
+
+    def name(self, key: tuple[Any, ...]) -> int:
+        """A number for a part of keys, which costs less to look up than the part itself."""
+        return self._names.setdefault(key, len(self._names))
 
     def __call__(
         self,

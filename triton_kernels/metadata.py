@@ -321,19 +321,21 @@ def bind(*, steps: Any, tables: Any, geom: Any, max_seq_len: int) -> Callable[[A
             *_outputs(first, decode_plans, steps.error),
         )
     )
-    fixed_key = (
-        geom,
-        first.index_topk,
-        has_c4,
-        has_c128,
-        decode_plans is None,
-        steps.ragged,
-        per_request,
-        steps.grows,
-        tables.req_to_token.stride(0) > INT32_MAX,
+    name = _launch.name(
+        (
+            geom,
+            first.index_topk,
+            has_c4,
+            has_c128,
+            decode_plans is None,
+            steps.ragged,
+            per_request,
+            steps.grows,
+            tables.req_to_token.stride(0) > INT32_MAX,
+        )
     )
     device = steps.error.device
-    width = torch.full((1,), steps.width, dtype=torch.int32, device=device) if planned else None
+    width = torch.full((1,), steps.width, dtype=torch.int32, device=device)
     offset = 0 if steps.seq_before else -steps.width
 
     def constants() -> dict[str, Any]:
@@ -383,7 +385,7 @@ def bind(*, steps: Any, tables: Any, geom: Any, max_seq_len: int) -> Callable[[A
         strides = seq.stride(0), req.stride(0), loc.stride(0)
         _launch(
             device,
-            (seq.dtype, req.dtype, loc.dtype, *(stride > INT32_MAX for stride in strides), *fixed_key),
+            (seq.dtype, req.dtype, loc.dtype, *(stride > INT32_MAX for stride in strides), name),
             (programs, len(steps.metas)),
             (
                 seq,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from importlib import import_module
 from pathlib import Path
 from typing import Annotated
 
@@ -21,11 +22,6 @@ JsonOption = Annotated[Path | None, typer.Option(metavar="FILE", help="Write the
 PlotOption = Annotated[Path | None, typer.Option(metavar="FILE.png", help="Draw the table (extra 'bench').")]
 
 
-@app.callback()
-def _group() -> None:
-    """Keeps `bench` a group while it has a single command."""
-
-
 @app.command()
 def planner(
     impl: ImplOption = "auto",
@@ -36,6 +32,33 @@ def planner(
     plot: PlotOption = None,
 ) -> None:
     """Time compression plans of both ratios, one line a batch. On a CPU only the host's time is known."""
+    _measure("planner", "plan both ratios", impl, device, peer, csv, json, plot)
+
+
+@app.command()
+def metadata(
+    impl: ImplOption = "auto",
+    device: DeviceOption = "auto",
+    peer: PeerOption = None,
+    csv: CsvOption = None,
+    json: JsonOption = None,
+    plot: PlotOption = None,
+) -> None:
+    """Time the metadata of whole steps, plans included, one line a step. On a CPU only the host's time is known."""
+    _measure("metadata", "metadata of a step", impl, device, peer, csv, json, plot)
+
+
+def _measure(
+    name: str,
+    title: str,
+    impl: str,
+    device: str,
+    peer: Path | None,
+    csv: Path | None,
+    json: Path | None,
+    plot: Path | None,
+) -> None:
+    """Runs `dsv4_bench.<name>` and writes its table, once everything that can be refused has been."""
     with clean_errors():
         where = pick_device(device)
         chosen = resolve_impl(impl, where)
@@ -47,18 +70,18 @@ def planner(
         if peer is not None and where.type != "cuda":
             raise ValueError(f"--peer: expected a CUDA GPU to run it on, got {where}")
 
-    from dsv4_bench import planner as bench
+    bench = import_module(f"dsv4_bench.{name}")
     from dsv4_bench import report
 
-    status = Console(stderr=True).status("planner")
+    status = Console(stderr=True).status(name)
     with clean_errors(), status:
         rows = bench.run(where, chosen, peer, lambda case: status.update(case))
     with clean_errors():
         env = report.environment(where)
-        report.print_table(f"plan both ratios, impl {chosen}", rows, env)
+        report.print_table(f"{title}, impl {chosen}", rows, env)
         if csv is not None:
             report.write_csv(csv, rows)
         if json is not None:
             report.write_json(json, rows, env)
         if plot is not None:
-            report.plot_bars(plot, f"plan both ratios, {env['chip']}, {env['date']}", rows, ("gpu us", "peer gpu us"))
+            report.plot_bars(plot, f"{title}, {env['chip']}, {env['date']}", rows, ("gpu us", "peer gpu us"))

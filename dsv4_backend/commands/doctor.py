@@ -3,21 +3,40 @@
 from __future__ import annotations
 
 import platform
+from typing import Annotated
 
 import torch
+import typer
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from dsv4_backend.batch import ForwardMode
+from dsv4_backend.config import DSV4Config
 from dsv4_backend.dispatch import has_triton, interpreter_on
+from dsv4_backend.geometry import RATIOS, CacheGeometry
 from dsv4_backend.installed import has_plotting, version
+from dsv4_backend.metadata_buffers import BucketBuffers, MetadataShape, bucket_key
 
 PACKAGES = ("torch", "triton", "numpy", "einops", "rich", "typer", "matplotlib", "flashinfer-python")
 
 
-def doctor() -> None:
+MEMORY_CAPACITIES = (65_536, 1_048_576)
+MEMORY_ROWS = {
+    ForwardMode.DECODE: (1, 64, 256),
+    ForwardMode.TARGET_VERIFY: (4, 256, 1024),
+    ForwardMode.EXTEND: (2048, 8192),
+}
+
+MemoryOption = Annotated[bool, typer.Option("--memory", help="Print the bytes of metadata buffers instead.")]
+
+
+def doctor(memory: MemoryOption = False) -> None:
     """Say what this machine can run, and why not."""
     console = Console(soft_wrap=True)
+    if memory:
+        console.print(_metadata_table())
+        return
     versions = Table("package", "version", box=None)
     for name in ("dsv4-backend", *PACKAGES):
         versions.add_row(name, version(name) or "-")
@@ -29,6 +48,29 @@ def doctor() -> None:
     for feature, runs, why in _features():
         features.add_row(feature, "[green]yes[/]" if runs else "[red]no[/]", escape(why))
     console.print(features)
+
+
+def _metadata_table() -> Table:
+    """Bytes of the buffers of a mode and bucket, plans included."""
+    table = Table("mode", "rows", box=None, title="metadata buffers, bytes a bucket", title_justify="left")
+    models = {"V4-Flash": DSV4Config.v4_flash(), "V4-Pro": DSV4Config.v4_pro()}
+    geom = CacheGeometry.for_drafts(4)
+    shapes = []
+    for capacity in MEMORY_CAPACITIES:
+        for name, cfg in models.items():
+            table.add_column(f"{name}, {capacity // 1024}K tokens", justify="right")
+            shapes.append(MetadataShape(geom.page_size, cfg.window, cfg.index_topk, capacity, RATIOS))
+    table.add_column("page tables")
+    for mode, buckets in MEMORY_ROWS.items():
+        for rows in buckets:
+            keys = [bucket_key(shape, mode, rows, num_requests=256) for shape in shapes]
+            sizes = [
+                BucketBuffers(key, shape, torch.device("meta")).nbytes for key, shape in zip(keys, shapes, strict=True)
+            ]
+            shared = [f"{c // 1024}K" for c, key in zip(MEMORY_CAPACITIES, keys[::2], strict=True) if key.num_requests]
+            where = f"one a request (of 256) at {', '.join(shared)}" if shared else "one a row"
+            table.add_row(mode.value, f"{rows:,}", *(f"{size:,}" for size in sizes), where)
+    return table
 
 
 def _features() -> list[tuple[str, bool, str]]:
@@ -43,10 +85,10 @@ def _features() -> list[tuple[str, bool, str]]:
     else:
         triton = False, "no GPU; TRITON_INTERPRET=1 runs it in Triton's interpreter"
     return [
-        ('planner, impl="torch"', True, "runs on any device that torch has"),
-        ('planner, impl="triton"', *triton),
-        ("dsv4 replay, dsv4 verify plans", True, "on the CPU, and on a CUDA GPU where there is one"),
-        ("dsv4 bench planner", True, "GPU and host time" if gpu else "host time only: no GPU"),
+        ('planner and metadata, impl="torch"', True, "runs on any device that torch has"),
+        ('planner and metadata, impl="triton"', *triton),
+        ("dsv4 replay, dsv4 verify", True, "on the CPU, and on a CUDA GPU where there is one"),
+        ("dsv4 bench", True, "GPU and host time" if gpu else "host time only: no GPU"),
         ("--plot", plot, "matplotlib is here" if plot else "pip install matplotlib"),
     ]
 

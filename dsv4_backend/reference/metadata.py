@@ -22,8 +22,8 @@ class Requests(NamedTuple):
 
     req: torch.Tensor
     first: torch.Tensor  # position of the first row
-    count: torch.Tensor  # rows in the batch
-    planned: torch.Tensor  # rows that the plans see: `count`, or 0
+    rows: torch.Tensor  # rows in the batch
+    planned: torch.Tensor  # rows that the plans see: `rows`, or 0
 
 
 class Rows(NamedTuple):
@@ -81,10 +81,10 @@ def _requests(batch: RawBatch, step: int, steps: StepBuffers, tables: RequestTab
 
 
 def _rows(batch: RawBatch, step: int, steps: StepBuffers, requests: Requests) -> Rows:
-    size, total = len(requests.req), int(requests.count.sum())
+    size, total = len(requests.req), int(requests.rows.sum())
     owner = torch.full((steps.num_rows,), size, device=requests.req.device)
-    owner[:total] = torch.repeat_interleave(torch.arange(size, device=owner.device), requests.count)
-    begin = requests.count.cumsum(0) - requests.count
+    owner[:total] = torch.repeat_interleave(torch.arange(size, device=owner.device), requests.rows)
+    begin = requests.rows.cumsum(0) - requests.rows
     j = torch.arange(total, device=owner.device) - begin[owner[:total]]
     req, position, slot = torch.zeros_like(owner), torch.zeros_like(owner), torch.zeros_like(owner)
     req[:total] = requests.req[owner[:total]]
@@ -135,7 +135,7 @@ def _store_tables(
         meta.table_rows.copy_(rows.owner.where(rows.req > 0, size))
         # One more for padding: request 0, length 1.
         live = requests.req > 0
-        length = (requests.first + requests.count).where(live, 1).clamp(min=1)
+        length = (requests.first + requests.rows).where(live, 1).clamp(min=1)
         req, length = torch.cat((requests.req, req.new_zeros(1))), torch.cat((length, length.new_ones(1)))
     pages = int((-(-length // geom.page_size)).max()) if len(length) else 0
     column = torch.arange(pages, device=length.device)
@@ -159,7 +159,7 @@ def _plan_prefill(
     ragged_id = (rows.req > 0).nonzero()[:, 0]
     owner = rows.owner[ragged_id]
     position = rows.position[ragged_id]
-    seq_len = (requests.first + requests.count)[owner]
+    seq_len = (requests.first + requests.rows)[owner]
     planned = planner.Rows(ragged_id, position - requests.first[owner], position, seq_len, rows.req[ragged_id])
     planner.plan_rows(planned, requests.planned, tables, geom, plans)
 
