@@ -1,4 +1,4 @@
-"""Reads goldens: inputs and right answers that other implementations produced."""
+"""Reads goldens of plans: inputs and right answers that other implementations produced."""
 
 from __future__ import annotations
 
@@ -67,30 +67,18 @@ def load_plan_goldens(directory: Path) -> list[PlanGolden]:
     Raises:
         ValueError: the folder is missing, holds none, or one of its files is not a readable golden.
     """
-    if not directory.is_dir():
-        raise ValueError(
-            f"{directory}: expected a folder of goldens, got {'a file' if directory.exists() else 'nothing'}"
-        )
-    pools: dict[str, dict[str, np.ndarray]] = {}
+    check_folder(directory)
+    pools: dict[str, tuple[np.ndarray, np.ndarray]] = {}
     goldens = []
     for path in sorted(directory.glob("*.npz")):
         if path.name.startswith("pool_"):
             continue
-        arrays = _load(path)
+        arrays = load_arrays(path)
         _check_arrays(path, arrays)
         pool_file = str(arrays["pool_file"])
         if pool_file not in pools:
-            pools[pool_file] = _load(directory / pool_file)
-        pool = pools[pool_file]
-        if not {"req_to_token", "full_to_state"} <= pool.keys():
-            raise ValueError(f"{directory / pool_file}: expected req_to_token and full_to_state, got {sorted(pool)}")
-        for table, dtype, ndim in (("req_to_token", np.int32, 2), ("full_to_state", np.int64, 1)):
-            if pool[table].dtype != dtype or pool[table].ndim != ndim:
-                raise ValueError(
-                    f"{directory / pool_file}: {table}: expected {dtype.__name__} with {ndim} dimensions, got "
-                    f"{pool[table].dtype} {list(pool[table].shape)}"
-                )
-        goldens.append(PlanGolden(path.stem, arrays, pool["req_to_token"], pool["full_to_state"]))
+            pools[pool_file] = load_pool(directory / pool_file, "full_to_state")
+        goldens.append(PlanGolden(path.stem, arrays, *pools[pool_file]))
     if not goldens:
         raise ValueError(f"{directory}: expected at least one golden (*.npz), got none")
     return goldens
@@ -125,7 +113,29 @@ def _check_arrays(path: Path, arrays: dict[str, Any]) -> None:
             raise ValueError(f"{path}: {name}: expected integers, got {array.dtype}")
 
 
-def _load(path: Path) -> dict[str, Any]:
+def check_folder(directory: Path) -> None:
+    """Raises ValueError unless `directory` is one."""
+    if not directory.is_dir():
+        found = "a file" if directory.exists() else "nothing"
+        raise ValueError(f"{directory}: expected a folder of goldens, got {found}")
+
+
+def load_pool(path: Path, full_to_swa: str) -> tuple[np.ndarray, np.ndarray]:
+    """The tables of a pool file, req_to_token and the one named `full_to_swa`; ValueError unless both are there."""
+    pool = load_arrays(path)
+    if not {"req_to_token", full_to_swa} <= pool.keys():
+        raise ValueError(f"{path}: expected req_to_token and {full_to_swa}, got {sorted(pool)}")
+    for table, dtype, ndim in (("req_to_token", np.int32, 2), (full_to_swa, np.int64, 1)):
+        if pool[table].dtype != dtype or pool[table].ndim != ndim:
+            raise ValueError(
+                f"{path}: {table}: expected {dtype.__name__} with {ndim} dimensions, got "
+                f"{pool[table].dtype} {list(pool[table].shape)}"
+            )
+    return pool["req_to_token"], pool[full_to_swa]
+
+
+def load_arrays(path: Path) -> dict[str, Any]:
+    """The arrays of an .npz file by name; ValueError when it cannot be read."""
     try:
         with np.load(path, allow_pickle=False) as file:
             return {name: file[name] for name in file.files}

@@ -200,6 +200,7 @@ class StepBuffers:
         num_rows: rows of a step, padding included.
         bucket_rows: rows from one step to the next in memory.
         width: rows of a request, where all have the same number; 0 for IDLE.
+        width_word: int32 [1], the same number on the device, for the modes with several rows a request.
         ragged: requests have `extend_lens` rows instead.
         max_extend: most rows that a request may have.
         seq_before: `seq_lens` come without the rows of the step.
@@ -213,6 +214,7 @@ class StepBuffers:
     num_rows: int
     bucket_rows: int
     width: int
+    width_word: torch.Tensor
     ragged: bool
     max_extend: int
     seq_before: bool

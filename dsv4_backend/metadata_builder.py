@@ -96,6 +96,7 @@ class MetadataBuilder:
         self._geom, self._tables, self._max_rows, self._debug = geom, tables, max_rows, debug
         self._longest = min(max_seq_len, tables.max_seq_len)
         self._error = torch.zeros(1, dtype=torch.int32, device=tables.device)
+        self._widths = torch.arange(geom.draft_capacity + 1, dtype=torch.int32, device=tables.device)
         self._buckets: dict[BucketKey, BucketBuffers] = {}
         self._bound: dict[tuple[object, ...], _Bound] = {}
 
@@ -244,13 +245,15 @@ class MetadataBuilder:
         plan = None
         if mode in PREFILL_MODES:
             plan = metas[0].plans if isinstance(metas[0].plans, PrefillPlan) else bucket.header_plan(self._error)
+        width = {ForwardMode.IDLE: 0, ForwardMode.DECODE: 1, ForwardMode.DRAFT_DECODE: 1}.get(mode, drafts)
         steps = StepBuffers(
             metas=metas,
             plan=plan,
             error=self._error,
             num_rows=num_rows,
             bucket_rows=key.num_rows,
-            width={ForwardMode.IDLE: 0, ForwardMode.DECODE: 1, ForwardMode.DRAFT_DECODE: 1}.get(mode, drafts),
+            width=width,
+            width_word=self._widths[width : width + 1],
             ragged=batch.extend_lens is not None and mode is not ForwardMode.IDLE,
             max_extend=self._longest if mode is ForwardMode.EXTEND else drafts or self._geom.draft_capacity,
             seq_before=mode is ForwardMode.TARGET_VERIFY or grows,

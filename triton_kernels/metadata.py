@@ -335,7 +335,6 @@ def bind(*, steps: Any, tables: Any, geom: Any, max_seq_len: int) -> Callable[[A
         )
     )
     device = steps.error.device
-    width = torch.full((1,), steps.width, dtype=torch.int32, device=device)
     offset = 0 if steps.seq_before else -steps.width
 
     def constants() -> dict[str, Any]:
@@ -367,7 +366,7 @@ def bind(*, steps: Any, tables: Any, geom: Any, max_seq_len: int) -> Callable[[A
         batch_size = 0 if idle else req.shape[0]
         num_batch_rows = 0 if idle else loc.shape[0] // steps.slots_per_row
         if planned:
-            extend = batch.extend_lens if steps.ragged else width.expand(batch_size)
+            extend = batch.extend_lens if steps.ragged else steps.width_word.expand(batch_size)
             rows = (first.req_pool_indices_per_row, first.positions, first.table_rows) if steps.ragged else ()
             plan_prefill(
                 seq_lens=seq,
