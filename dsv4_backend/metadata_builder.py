@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -52,6 +52,7 @@ class MetadataBuilder:
         ratios: compression ratios of the layers that it serves. () builds window metadata alone (a window-only
             draft): nothing of ratio 4 or 128 is read, computed or allocated.
         impl: "auto" (Triton on a GPU, torch on a CPU), "triton" or "torch".
+        draft_window: window of the draft steps that a graph runner builds; see `build_draft_steps`.
         debug: check every build: wait for it, raise what it flagged, and compare it with the reference. Not while a
             graph is being captured.
 
@@ -75,6 +76,7 @@ class MetadataBuilder:
         max_seq_len: int,
         ratios: Iterable[int] = RATIOS,
         impl: str = "auto",
+        draft_window: str = "growing",
         debug: bool = False,
     ) -> None:
         expect_type("cfg", cfg, DSV4Config)
@@ -90,10 +92,12 @@ class MetadataBuilder:
                 f"geom: expected fewer than 2^31 state rows for ratio 128, got {tables.num_requests} requests of "
                 f"{geom.c128_ring} rows"
             )
+        _check_window(draft_window)
         ratios = tuple(sorted(check_ratios(ratios)))
         self._impl = dispatch.metadata(impl, tables.device)
         self._shape = MetadataShape(geom.page_size, geom.window, cfg.index_topk, max_seq_len, ratios)
         self._geom, self._tables, self._max_rows, self._debug = geom, tables, max_rows, debug
+        self._draft_window = draft_window
         self._longest = min(max_seq_len, tables.max_seq_len)
         self._error = torch.zeros(1, dtype=torch.int32, device=tables.device)
         self._widths = torch.arange(geom.draft_capacity + 1, dtype=torch.int32, device=tables.device)
@@ -166,8 +170,7 @@ class MetadataBuilder:
             raise ValueError(f"batch: expected mode DRAFT_DECODE, got {batch.mode.value}")
         if batch.topk != 1:
             raise ValueError(f"topk: expected chains of drafts, topk = 1, got {batch.topk}")
-        if draft_window not in DRAFT_WINDOWS:
-            raise ValueError(f"draft_window: expected one of {DRAFT_WINDOWS}, got {draft_window!r}")
+        _check_window(draft_window)
         grows = draft_window == "growing"
         self._check(batch, grows)
         num_rows = self._padded("padded_batch_size", padded_batch_size, batch.num_rows)
@@ -178,6 +181,30 @@ class MetadataBuilder:
             bound = self._bind(batch, num_rows, padded_batch_size is None, grows)
         self._run(batch, bound)
         return list(bound.steps.metas)
+
+    # What dsv4_graph_runner's MetadataProvider asks for. `inputs` is any object that has req_pool_indices [B], seq_lens
+    # [B] (the committed prefix), out_cache_loc [B * topk * num_steps], batch_size, num_steps and topk.
+
+    def bind_draft(self, inputs: Any) -> list[AttnMetadata]:
+        """The metadata of a bucket's draft steps, built once from `inputs`, so that a graph can record the build."""
+        return self.build_draft_steps(_draft_batch(inputs), inputs.batch_size, self._draft_window)
+
+    def record_draft(self, inputs: Any) -> None:
+        """Builds what `bind_draft` returned for these inputs again; for a graph to record."""
+        self.bind_draft(inputs)
+
+    def prepare_draft(self, inputs: Any, raw_batch_size: int) -> None:
+        """Nothing: a recorded build reads all that it needs on the device."""
+
+    def build_draft(self, inputs: Any) -> list[AttnMetadata]:
+        """The metadata of draft steps that run without a graph."""
+        return self.build_draft_steps(_draft_batch(inputs), None, self._draft_window)
+
+    def draft_fingerprint(self) -> tuple[object, ...]:
+        """Addresses that a recorded build uses beside those of its inputs and of what `bind_draft` returned."""
+        tables = self._tables
+        places = (tables.req_to_token, tables.full_to_swa, self._error)
+        return tuple((tensor.data_ptr(), tuple(tensor.shape), tensor.stride()) for tensor in places)
 
     def check(self) -> None:
         """Raises ValueError if a build met a bad input on the device since the last check; clears the flag.
@@ -307,6 +334,22 @@ class MetadataBuilder:
 
     def _capturing(self) -> bool:
         return self.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+
+
+def _check_window(draft_window: object) -> None:
+    if draft_window not in DRAFT_WINDOWS:
+        raise ValueError(f"draft_window: expected one of {DRAFT_WINDOWS}, got {draft_window!r}")
+
+
+def _draft_batch(inputs: Any) -> RawBatch:
+    return RawBatch(
+        ForwardMode.DRAFT_DECODE,
+        inputs.req_pool_indices,
+        inputs.seq_lens,
+        inputs.out_cache_loc,
+        num_steps=inputs.num_steps,
+        topk=inputs.topk,
+    )
 
 
 def _power_of_two(value: int) -> int:
