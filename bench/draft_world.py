@@ -9,6 +9,7 @@ import torch
 from dsv4_bench.draft_models import HashDraft, TransformerDraft, WindowMetadata
 from dsv4_bench.draft_pool import BatchMaker, RedZonePool, SlotTable
 from dsv4_graph_runner import BucketPolicy, DraftOutput, EagleDraftGraphRunner
+from dsv4_graph_runner.device import normal_device
 
 MODELS = ("hash", "transformer")
 
@@ -58,7 +59,7 @@ class DraftWorld:
             hidden_size: of the model.
             dtype: of the transformer and of the hidden states.
         """
-        device = torch.device(device)
+        device = normal_device(device)
         page, ring = 8, max(32, -(-(window + num_steps) // 8) * 8)
         table = SlotTable(num_requests or 2 * buckets.largest, max_len, window, page, ring, device)
         draft: HashDraft | TransformerDraft

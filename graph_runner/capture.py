@@ -10,6 +10,7 @@ from typing import Any, ClassVar, Protocol
 
 import torch
 
+from dsv4_graph_runner.device import normal_device
 from dsv4_graph_runner.guard import inspect_region, pool_bytes, watch_capture
 
 POOLS = ("shared", "dedicated")
@@ -22,7 +23,7 @@ class GraphPool:
     _shared: ClassVar[weakref.WeakValueDictionary[int, GraphPool]] = weakref.WeakValueDictionary()
 
     def __init__(self, device: torch.device) -> None:
-        self.device = device
+        self.device = normal_device(device)
         self.handle: Any = torch.cuda.graph_pool_handle()
         self.stream = torch.cuda.Stream(device)
 
@@ -122,7 +123,7 @@ class CudaGraphExecutor:
 
 def capture_graph(
     region: Callable[[], Any],
-    device: torch.device,
+    device: torch.device | str,
     *,
     pool: GraphPool | None = None,
     guarded: bool = True,
@@ -140,6 +141,7 @@ def capture_graph(
     Raises:
         GuardError: the region is not fit to be replayed. Nothing is left captured.
     """
+    device = normal_device(device)
     pool = pool or GraphPool(device)
     pool.stream.wait_stream(torch.cuda.current_stream(device))
     with torch.cuda.stream(pool.stream):

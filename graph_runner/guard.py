@@ -18,6 +18,8 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from dsv4_graph_runner.device import normal_device
+
 aten = torch.ops.aten
 
 # What reads a result back to the host, by what the operation is for.
@@ -67,7 +69,7 @@ def inspect_region(fn: Callable[[], Any], device: torch.device | str) -> Any:
     Raises:
         GuardError: with the caller's line. The sync debug mode of torch, which this uses, is as before.
     """
-    device = torch.device(device)
+    device = normal_device(device)
     mode = _RegionMode(device)
     with _no_explicit_sync(), _sync_errors(device):
         try:
@@ -95,7 +97,7 @@ def watch_capture(pool: tuple[int, int], device: torch.device | str) -> Iterator
     Raises:
         GuardError: of kind "outside pool".
     """
-    device = torch.device(device)
+    device = normal_device(device)
     before = _bytes_outside(pool, device)
     with _RegionMode(device, capturing=True), _no_explicit_sync():
         yield

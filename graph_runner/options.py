@@ -8,6 +8,7 @@ import torch
 
 from dsv4_graph_runner.buckets import BucketPolicy
 from dsv4_graph_runner.capture import POOLS
+from dsv4_graph_runner.device import normal_device
 from dsv4_graph_runner.protocols import DraftModel
 
 EXECUTORS = ("auto", "cuda_graph", "eager")
@@ -41,14 +42,6 @@ def check_options(
         if choice not in choices:
             raise ValueError(f"{name}: expected one of {choices}, got {choice!r}")
     return normal_device(device)
-
-
-def normal_device(device: torch.device | str) -> torch.device:
-    """`device` with the index that a tensor on it has."""
-    device = torch.device(device)
-    if device.type == "cuda" and device.index is None:
-        return torch.device("cuda", torch.cuda.current_device())
-    return device
 
 
 def check_variants(draft_model: object) -> dict[str, DraftModel]:
