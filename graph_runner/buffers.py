@@ -26,6 +26,10 @@ class _LoadPlan:
     hidden: torch.Tensor
     hidden_pad_to: torch.Tensor
     hidden_pad_from: torch.Tensor
+    lengths: torch.Tensor
+    """Of the CPU mirror: all lanes, then live ones and padding."""
+    lengths_live: torch.Tensor
+    lengths_pad: torch.Tensor
 
 
 class StaticBuffers:
@@ -107,15 +111,12 @@ class StaticBuffers:
             plan.hidden_pad_to.copy_(plan.hidden_pad_from)
         else:
             torch._foreach_copy_([plan.hidden, plan.hidden_pad_to], [batch.hidden_states, plan.hidden_pad_from])
-        self._load_lengths(inputs, batch)
-
-    def _load_lengths(self, inputs: DraftInputs, batch: DraftBatch) -> None:
         if batch.seq_lens_cpu is None:
             inputs.seq_lens_cpu = None
-            return
-        inputs.seq_lens_cpu = self._seq_lens_cpu[: inputs.batch_size]
-        inputs.seq_lens_cpu[: batch.batch_size] = batch.seq_lens_cpu
-        inputs.seq_lens_cpu[batch.batch_size :] = PAD_LENGTH
+        else:
+            plan.lengths_live.copy_(batch.seq_lens_cpu)
+            plan.lengths_pad.fill_(PAD_LENGTH)
+            inputs.seq_lens_cpu = plan.lengths
 
     def output(self, batch_size: int) -> DraftOutput:
         """Views of the first `batch_size` lanes of what the last run left."""
@@ -153,6 +154,9 @@ class StaticBuffers:
             hidden=self._hidden[:raw],
             hidden_pad_to=self._hidden[raw:bucket],
             hidden_pad_from=self._hidden_pad[raw:bucket],
+            lengths=self._seq_lens_cpu[:bucket],
+            lengths_live=self._seq_lens_cpu[:raw],
+            lengths_pad=self._seq_lens_cpu[raw:bucket],
         )
 
 
