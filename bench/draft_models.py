@@ -22,7 +22,7 @@ class WindowStep:
 
 
 class WindowMetadata:
-    """A metadata provider in plain torch: three kernels build the windows of all steps.
+    """A metadata provider in plain torch: two kernels build the windows of all steps.
 
     Args:
         table: slots of every position. Drafts are looked up in it too: what step i writes is in the window of step i.
@@ -32,12 +32,11 @@ class WindowMetadata:
 
     def __init__(self, table: SlotTable, max_batch_size: int, num_steps: int) -> None:
         device, window = table.table.device, table.window
-        self._table, self._flat = table, table.table.view(-1)
+        self._table = table
         forwards = max(num_steps - 1, 0)
         steps, back = torch.arange(forwards, device=device), torch.arange(window, device=device)
         self._offsets = (steps[:, None, None] + 1 + back).contiguous()  # column of position p is window + p
-        self._first = torch.zeros(max_batch_size, dtype=torch.int64, device=device)
-        self._at, self._slots = (
+        self._columns, self._slots = (
             torch.zeros(forwards * max_batch_size * window, dtype=torch.int64, device=device) for _ in range(2)
         )
 
@@ -45,11 +44,10 @@ class WindowMetadata:
         return [WindowStep(slots) for slots in self._view(self._slots, inputs.batch_size)]
 
     def record_draft(self, inputs: DraftInputs) -> None:
-        size = inputs.batch_size
-        first, at, slots = self._first[:size], self._view(self._at, size), self._view(self._slots, size)
-        torch.add(inputs.seq_lens, inputs.req_pool_indices, alpha=self._table.table.shape[1], out=first)
-        torch.add(first[None, :, None], self._offsets, out=at)
-        torch.index_select(self._flat, 0, at.view(-1), out=slots.view(-1))
+        columns, slots = (self._view(buffer, inputs.batch_size) for buffer in (self._columns, self._slots))
+        torch.add(inputs.seq_lens[None, :, None], self._offsets, out=columns)
+        rows = inputs.req_pool_indices[None, :, None]
+        torch.ops.aten.index.Tensor_out(self._table.table, [rows, columns], out=slots)
 
     def prepare_draft(self, inputs: DraftInputs, raw_batch_size: int) -> None:
         """Nothing to do on the host."""
@@ -64,7 +62,7 @@ class WindowMetadata:
         return [WindowStep(self._table.table[rows, columns + i]) for i in range(inputs.num_steps - 1)]
 
     def draft_fingerprint(self) -> Hashable:
-        return tuple(t.data_ptr() for t in (self._table.table, self._offsets, self._first, self._at, self._slots))
+        return tuple(t.data_ptr() for t in (self._table.table, self._offsets, self._columns, self._slots))
 
     def _view(self, buffer: torch.Tensor, batch_size: int) -> torch.Tensor:
         forwards, _, window = self._offsets.shape

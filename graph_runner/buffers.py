@@ -20,12 +20,9 @@ class _LoadPlan:
     """Where a batch of one size goes in one bucket. Sliced once: on the replay path slices add up."""
 
     live: tuple[tuple[str, torch.Tensor, torch.Tensor], ...]
-    """Name of a field, its live lanes, and the same memory as 32-bit words."""
+    """Name of a field, its live lanes, and the same memory as words."""
     pad_to: tuple[torch.Tensor, ...]
     pad_from: tuple[torch.Tensor, ...]
-    hidden: torch.Tensor
-    hidden_pad_to: torch.Tensor
-    hidden_pad_from: torch.Tensor
     lengths: torch.Tensor
     """Of the CPU mirror: all lanes, then live ones and padding."""
     lengths_live: torch.Tensor
@@ -35,6 +32,8 @@ class _LoadPlan:
 class StaticBuffers:
     """Inputs and outputs for the largest bucket; smaller buckets use the front of the same memory.
 
+    They are plain tensors even when made in inference mode, so that they can be written in and out of it.
+
     Args:
         max_batch_size: of the largest bucket.
         num_steps: draft steps.
@@ -42,10 +41,11 @@ class StaticBuffers:
         device: where everything but the CPU mirror of the lengths lies.
     """
 
+    @torch.inference_mode(False)
     def __init__(
         self, max_batch_size: int, num_steps: int, hidden_size: int, hidden_dtype: torch.dtype, device: torch.device
     ) -> None:
-        self._num_steps = num_steps
+        self._max_batch_size, self._num_steps = max_batch_size, num_steps
 
         def ints(*shape: int) -> torch.Tensor:
             return torch.zeros(shape, dtype=torch.int64, device=device)
@@ -57,14 +57,13 @@ class StaticBuffers:
             "out_cache_loc": ints(max_batch_size * num_steps),
             "topk_index": ints(max_batch_size, 1),
             "topk_p": torch.zeros(max_batch_size, 1, device=device),
+            "hidden_states": torch.zeros(max_batch_size, hidden_size, dtype=hidden_dtype, device=device),
         }
-        # Copies of one dtype travel as one group; as 32-bit words, floats and integers are of one dtype.
-        self._words = {name: field.view(torch.int32) for name, field in self._fields.items()}
+        # Copies of one dtype are one launch; as 32-bit words, floats and integers are of one dtype.
+        self._words = {name: _as_words(field) for name, field in self._fields.items()}
         self._lanes = {name: field.shape[0] // max_batch_size for name, field in self._fields.items()}
         self._pads = {name: torch.zeros_like(words) for name, words in self._words.items()}
         self._pads["seq_lens"] = torch.full_like(self._fields["seq_lens"], PAD_LENGTH).view(torch.int32)
-        self._hidden = torch.zeros(max_batch_size, hidden_size, dtype=hidden_dtype, device=device)
-        self._hidden_pad = torch.zeros_like(self._hidden)
         self._seq_lens_cpu = torch.full((max_batch_size,), PAD_LENGTH, dtype=torch.int64)
         self.draft_tokens = ints(max_batch_size, num_steps)
         self.scores = torch.zeros(max_batch_size, num_steps, device=device)
@@ -78,7 +77,6 @@ class StaticBuffers:
             batch_size=batch_size,
             num_steps=self._num_steps,
             topk=1,
-            hidden_states=self._hidden[:batch_size],
             seq_lens_cpu=self._seq_lens_cpu[:batch_size],
             **fields,
         )
@@ -86,8 +84,8 @@ class StaticBuffers:
     def load(self, inputs: DraftInputs, batch: DraftBatch) -> None:
         """Copies the live lanes of `batch` into `inputs` and resets all others. Enqueues copies only; nothing waits.
 
-        One grouped copy for all inputs that have our dtypes, pad values included, one more for each other pair of
-        dtypes, and one for the hidden states.
+        One grouped copy, a single launch, for all inputs that are contiguous and of our dtypes, hidden states and pad
+        values included; one more for each dtype of the others.
         """
         plan = self._plan(inputs.batch_size, batch.batch_size)
         targets, sources = list(plan.pad_to), list(plan.pad_from)
@@ -96,7 +94,7 @@ class StaticBuffers:
             value = getattr(batch, name)
             if value.dtype == typed.dtype and value.is_contiguous():
                 targets.append(words)
-                sources.append(value.view(torch.int32))
+                sources.append(value.view(words.dtype))
             else:
                 group = others.setdefault(value.dtype, ([], []))
                 group[0].append(typed)
@@ -105,12 +103,6 @@ class StaticBuffers:
             torch._foreach_copy_(targets, sources)
         for to, of in others.values():
             torch._foreach_copy_(to, of)
-        if not len(plan.hidden_pad_to):
-            plan.hidden.copy_(batch.hidden_states)
-        elif not len(plan.hidden):
-            plan.hidden_pad_to.copy_(plan.hidden_pad_from)
-        else:
-            torch._foreach_copy_([plan.hidden, plan.hidden_pad_to], [batch.hidden_states, plan.hidden_pad_from])
         if batch.seq_lens_cpu is None:
             inputs.seq_lens_cpu = None
         else:
@@ -127,7 +119,6 @@ class StaticBuffers:
         for field in (*self._fields.values(), self.draft_tokens):
             field.fill_(_POISON_INT if field.dtype == torch.int64 else float("nan"))
         self.scores.fill_(float("nan"))
-        self._hidden.fill_(float("nan"))
         self._seq_lens_cpu.fill_(_POISON_INT)
 
     def _plan(self, bucket: int, raw: int) -> _LoadPlan:
@@ -141,7 +132,7 @@ class StaticBuffers:
     def _make_plan(self, bucket: int, raw: int) -> _LoadPlan:
         live, pad_to, pad_from = [], [], []
         for name, words in self._words.items():
-            lanes, per_request = self._lanes[name], len(words) // len(self._hidden)
+            lanes, per_request = self._lanes[name], len(words) // self._max_batch_size
             if raw:
                 live.append((name, self._fields[name][: raw * lanes], words[: raw * per_request]))
             if raw < bucket:
@@ -151,13 +142,16 @@ class StaticBuffers:
             live=tuple(live),
             pad_to=tuple(pad_to),
             pad_from=tuple(pad_from),
-            hidden=self._hidden[:raw],
-            hidden_pad_to=self._hidden[raw:bucket],
-            hidden_pad_from=self._hidden_pad[raw:bucket],
             lengths=self._seq_lens_cpu[:bucket],
             lengths_live=self._seq_lens_cpu[:raw],
             lengths_pad=self._seq_lens_cpu[raw:bucket],
         )
+
+
+def _as_words(field: torch.Tensor) -> torch.Tensor:
+    """The same memory as 32-bit words; as it is where a row is not a whole number of them."""
+    row = field.itemsize * (field.shape[1] if field.ndim > 1 else 1)
+    return field if row % 4 else field.view(torch.int32)
 
 
 def exact_inputs(batch: DraftBatch, batch_size: int, num_steps: int) -> DraftInputs:

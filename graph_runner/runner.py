@@ -87,6 +87,7 @@ class EagleDraftGraphRunner:
         self._recorded: dict[GraphKey, _Recorded] = {}
         self._executor: Executor | None = None
 
+    @torch.no_grad()
     def capture(self, progress: Progress | None = None) -> CaptureReport:
         """Captures all buckets, the largest first, so that the memory pool of one serves all. Every rank must call it.
 
@@ -144,6 +145,7 @@ class EagleDraftGraphRunner:
         reason = self._why_no_bucket(batch, size)
         return not reason, reason
 
+    @torch.no_grad()
     def replay(self, batch: DraftBatch, group_batch_size: int | None = None, clone: bool = False) -> DraftOutput:
         """Drafts for `batch`: in the smallest bucket that holds it, or without a graph where none does.
 

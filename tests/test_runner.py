@@ -354,6 +354,22 @@ def test_an_agreed_size_decides_the_bucket(executor: str, device: str) -> None:
         runner.replay(make.draw(3), group_batch_size=2)
 
 
+@each_executor
+@pytest.mark.parametrize("inside", [(False, True), (True, False)], ids=["made outside", "made inside"])
+def test_inference_mode_and_weights_that_want_gradients(executor: str, device: str, inside: tuple[bool, bool]) -> None:
+    world = DraftWorld.make("transformer", device, BucketPolicy(max_batch_size=4), executor=executor)
+    world.model.requires_grad_(True)
+    batch = world.batches().draw(3)
+    with torch.inference_mode(inside[0]):
+        runner, _ = spy_runner(world, sizes=(4,))
+    with torch.inference_mode(inside[1]):
+        first = runner.replay(batch, clone=True)
+    wants = DraftBatch(**(vars(batch) | {"topk_p": batch.topk_p.clone().requires_grad_(True)}))
+    again = runner.replay(wants)
+    assert not again.scores.requires_grad
+    assert output_difference(again, first) is None
+
+
 def test_a_runner_is_freed_with_its_last_reference() -> None:
     world = make_world()
     gone = weakref.ref(world.runner)

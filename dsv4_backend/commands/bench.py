@@ -23,7 +23,7 @@ PlotOption = Annotated[Path | None, typer.Option(metavar="FILE.png", help="Draw 
 
 @app.callback()
 def _group() -> None:
-    """Keeps `bench` a group while it has a single command."""
+    """Keeps `bench` a group, however many commands it has."""
 
 
 @app.command()
@@ -62,3 +62,37 @@ def planner(
             report.write_json(json, rows, env)
         if plot is not None:
             report.plot_bars(plot, f"plan both ratios, {env['chip']}, {env['date']}", rows, ("gpu us", "peer gpu us"))
+
+
+@app.command("graph-replay")
+def graph_replay(
+    device: DeviceOption = "auto",
+    csv: CsvOption = None,
+    json: JsonOption = None,
+    plot: PlotOption = None,
+) -> None:
+    """Time the draft graph runner by bucket: copies, metadata, replay, outputs; beside a graph written by hand."""
+    with clean_errors():
+        where = pick_device(device)
+        for path in (csv, json, plot):
+            if path is not None:
+                check_writable(path)
+        if plot is not None:
+            check_plotting()
+
+    from dsv4_bench import graph_replay as bench
+    from dsv4_bench import report
+
+    status = Console(stderr=True).status("graph-replay")
+    with clean_errors(), status:
+        rows, about = bench.run(where, lambda bucket: status.update(bucket))
+    with clean_errors():
+        env = report.environment(where)
+        report.print_table(about, rows, env)
+        if csv is not None:
+            report.write_csv(csv, rows)
+        if json is not None:
+            report.write_json(json, rows, env | {"capture": about})
+        if plot is not None:
+            columns = ("graph gpu", "hand gpu", "all host", "eager")
+            report.plot_bars(plot, f"draft graph replay, {env['chip']}, {env['date']}", rows, columns)
