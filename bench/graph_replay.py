@@ -51,7 +51,8 @@ def run(
             batch, buffers, inputs = _static(world, bucket)
             row["launches"] = count_launches(partial(buffers.load, inputs, batch))
     about = (
-        f"us of a draft replay, {report.executor}, {NUM_STEPS} steps, hidden {HIDDEN_SIZE}, window {WINDOW}: {len(buckets)} buckets captured "
+        f"us of a draft replay, {report.executor}, {NUM_STEPS} steps, hidden {HIDDEN_SIZE}, window {WINDOW}: "
+        f"{len(buckets)} buckets captured "
         f"in {report.seconds:.2f} s, {report.pool_bytes / 2**20:.1f} MiB of graph memory"
     )
     return rows, about

@@ -47,6 +47,7 @@ def _features() -> list[tuple[str, bool, str]]:
         ('planner, impl="triton"', *triton),
         ("dsv4 replay, dsv4 verify plans", True, "on the CPU, and on a CUDA GPU where there is one"),
         ("dsv4 bench planner", True, "GPU and host time" if gpu else "host time only: no GPU"),
+        ("draft graph runner, dsv4 capture-test", True, "CUDA graphs" if gpu else "without graphs: no GPU"),
         ("--plot", plot, "matplotlib is here" if plot else "pip install matplotlib"),
     ]
 
