@@ -98,6 +98,7 @@ class CudaGraphExecutor:
 
     def __init__(self, device: torch.device, pool: str, guarded: bool, error_mode: str) -> None:
         self._device, self._guarded, self._error_mode = device, guarded, error_mode
+        gc.collect()  # graphs and tensors that only a cycle keeps would count as memory in use
         with torch.cuda.device(device):
             self._pool = GraphPool.shared(device) if pool == "shared" else GraphPool(device)
             self._bytes_before = self._pool.bytes()
@@ -184,7 +185,6 @@ def _current_stream_restored(device: torch.device) -> Iterator[None]:
 @contextlib.contextmanager
 def _no_collection() -> Iterator[None]:
     """No garbage collection during a capture: freeing what it finds may call what a capture forbids."""
-    gc.collect()
     enabled = gc.isenabled()
     gc.disable()
     try:

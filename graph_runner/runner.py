@@ -105,8 +105,8 @@ class EagleDraftGraphRunner:
             self._group.expect_same("buckets, num_steps", (*self.buckets.buckets, self.num_steps))
         keys = [
             GraphKey(size, self.topk, self.num_steps, variant)
-            for variant in self._models
             for size in sorted(self.buckets.buckets, reverse=True)
+            for variant in self._models
         ]
         begin, spent = time.perf_counter(), {}
         self._executor = self._new_executor()

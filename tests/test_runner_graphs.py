@@ -19,13 +19,13 @@ SIXTEEN = BucketPolicy(sizes=[1, 2, 4, *range(8, 105, 8)])
 
 
 @pytest.fixture
-def sync_is_an_error() -> Iterator[None]:
+def restored_sync_mode() -> Iterator[None]:
     yield
     torch.cuda.set_sync_debug_mode("default")
 
 
 @pytest.mark.gpu
-@pytest.mark.usefixtures("sync_is_an_error")
+@pytest.mark.usefixtures("restored_sync_mode")
 @pytest.mark.parametrize("size", [0, 1, 3, 8])
 def test_a_replay_never_waits(size: int) -> None:
     world = make_world(device="cuda", executor="cuda_graph")
