@@ -29,12 +29,12 @@ class RankGroup:
         Raises:
             ValueError: on every rank, where any of them refuses; none then waits in a collective for one that left.
         """
-        refusals = self._maximum([batch_size, int(bool(refusal))])
+        largest, refused = self._maximum([batch_size, int(bool(refusal))])
         if refusal:
             raise ValueError(refusal)
-        if refusals[1]:
+        if refused:
             raise ValueError("batch: expected one that every rank can run, got one that another rank refused")
-        return refusals[0]
+        return largest
 
     def expect_same(self, name: str, values: tuple[int, ...]) -> None:
         """Raises ValueError, on every rank, unless all ranks have the same `values`."""

@@ -146,7 +146,7 @@ class _RegionMode(TorchDispatchMode):
             raise GuardError("sync", f"{func} {_READS_BACK[packet]}", _where())
         if here and packet in _INDEXING and _has_mask(args):
             raise GuardError("sync", f"{func} with a mask has a size that depends on values", _where())
-        if packet in _COPIES and self._device.type != "cpu":
+        if packet in _COPIES and not self._capturing and self._device.type != "cpu":
             self._check_copy(func, packet, args, kwargs)
         result = func(*args, **kwargs)
         if self._capturing and not torch.cuda.is_current_stream_capturing() and _on_device(result, self._device):

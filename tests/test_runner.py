@@ -54,7 +54,7 @@ def test_a_thousand_replays_equal_eager(model: str) -> None:
 
 @pytest.mark.parametrize("model", MODELS)
 def test_a_walk_on_the_cpu(model: str) -> None:
-    walk("cpu", "eager", model, 60, 1_000_000, 6)
+    walk("cpu", "eager", model, 40, 1_000_000, 4)
 
 
 @pytest.mark.parametrize("model", MODELS)
