@@ -245,8 +245,10 @@ class EagleDraftGraphRunner:
             return f"out_cache_loc: expected slots for {self.num_steps} steps, got slots for {batch.num_steps}"
         if batch.variant not in self._models:
             return f"variant: expected one of {sorted(self._models)}, got {batch.variant!r}"
-        if group_batch_size is not None and group_batch_size < batch.batch_size:
-            return f"group_batch_size: expected at least this rank's {batch.batch_size}, got {group_batch_size}"
+        if group_batch_size is not None and (type(group_batch_size) is not int or group_batch_size < batch.batch_size):
+            return (
+                f"group_batch_size: expected an int, at least this rank's {batch.batch_size}, got {group_batch_size!r}"
+            )
         for name in _DEVICE_FIELDS:
             device = getattr(batch, name).device
             if device != self._device:

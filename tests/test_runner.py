@@ -350,8 +350,9 @@ def test_an_agreed_size_decides_the_bucket(executor: str, device: str) -> None:
     out = runner.replay(make.draw(1), group_batch_size=9)
     assert out.fallback_reason == "batch size 9: expected at most 8, the largest bucket"
     assert out.draft_tokens.shape == (1, 3)
-    with pytest.raises(ValueError, match="group_batch_size: expected at least this rank's 3, got 2"):
-        runner.replay(make.draw(3), group_batch_size=2)
+    for wrong in (2, 4.0):
+        with pytest.raises(ValueError, match=f"group_batch_size: expected an int, at least this rank's 3, got {wrong}"):
+            runner.replay(make.draw(3), group_batch_size=wrong)
 
 
 @each_executor
