@@ -23,6 +23,8 @@ class _LoadPlan:
     """Name of a field, its live lanes, and the same memory as words."""
     pad_to: tuple[torch.Tensor, ...]
     pad_from: tuple[torch.Tensor, ...]
+    words: tuple[torch.Tensor, ...]
+    """All live lanes as words."""
     lengths: torch.Tensor
     """Of the CPU mirror: all lanes, then live ones and padding."""
     lengths_live: torch.Tensor
@@ -69,6 +71,7 @@ class StaticBuffers:
         self.scores = torch.zeros(max_batch_size, num_steps, device=device)
         self._parents = (torch.arange(num_steps, device=device) - 1).repeat(max_batch_size, 1)
         self._plans: dict[tuple[int, int], _LoadPlan] = {}
+        self._outputs: dict[int, DraftOutput] = {}
 
     def inputs(self, batch_size: int) -> DraftInputs:
         """The front of the buffers as the inputs of a bucket."""
@@ -88,21 +91,16 @@ class StaticBuffers:
         values included; one more for each dtype of the others.
         """
         plan = self._plan(inputs.batch_size, batch.batch_size)
-        targets, sources = list(plan.pad_to), list(plan.pad_from)
-        others: dict[torch.dtype, tuple[list[torch.Tensor], list[torch.Tensor]]] = {}
+        sources = list(plan.pad_from)
         for name, typed, words in plan.live:
             value = getattr(batch, name)
-            if value.dtype == typed.dtype and value.is_contiguous():
-                targets.append(words)
-                sources.append(value.view(words.dtype))
-            else:
-                group = others.setdefault(value.dtype, ([], []))
-                group[0].append(typed)
-                group[1].append(value)
-        if targets:
-            torch._foreach_copy_(targets, sources)
-        for to, of in others.values():
-            torch._foreach_copy_(to, of)
+            if value.dtype is not typed.dtype or not value.is_contiguous():
+                _load_by_dtype(plan, batch)
+                break
+            sources.append(value.view(words.dtype))
+        else:
+            if sources:
+                torch._foreach_copy_([*plan.pad_to, *plan.words], sources)
         if batch.seq_lens_cpu is None:
             inputs.seq_lens_cpu = None
         else:
@@ -112,7 +110,11 @@ class StaticBuffers:
 
     def output(self, batch_size: int) -> DraftOutput:
         """Views of the first `batch_size` lanes of what the last run left."""
-        return DraftOutput(self.draft_tokens[:batch_size], self._parents[:batch_size], self.scores[:batch_size])
+        output = self._outputs.get(batch_size)
+        if output is None:
+            lanes = (values[:batch_size] for values in (self.draft_tokens, self._parents, self.scores))
+            output = self._outputs[batch_size] = DraftOutput(*lanes)
+        return output
 
     def poison(self) -> None:
         """Fills every input and output with values that no batch has, so that a lane that nothing resets shows."""
@@ -142,6 +144,7 @@ class StaticBuffers:
             live=tuple(live),
             pad_to=tuple(pad_to),
             pad_from=tuple(pad_from),
+            words=tuple(words for _, _, words in live),
             lengths=self._seq_lens_cpu[:bucket],
             lengths_live=self._seq_lens_cpu[:raw],
             lengths_pad=self._seq_lens_cpu[raw:bucket],
@@ -152,6 +155,18 @@ def _as_words(field: torch.Tensor) -> torch.Tensor:
     """The same memory as 32-bit words; as it is where a row is not a whole number of them."""
     row = field.itemsize * (field.shape[1] if field.ndim > 1 else 1)
     return field if row % 4 else field.view(torch.int32)
+
+
+def _load_by_dtype(plan: _LoadPlan, batch: DraftBatch) -> None:
+    """One grouped copy for each pair of dtypes, which converts, and takes tensors of any strides."""
+    groups: dict[tuple[torch.dtype, torch.dtype], tuple[list[torch.Tensor], list[torch.Tensor]]] = {}
+    pairs = [(to, getattr(batch, name)) for name, to, _ in plan.live]
+    for to, of in (*zip(plan.pad_to, plan.pad_from, strict=True), *pairs):
+        group = groups.setdefault((to.dtype, of.dtype), ([], []))
+        group[0].append(to)
+        group[1].append(of)
+    for targets, sources in groups.values():
+        torch._foreach_copy_(targets, sources)
 
 
 def exact_inputs(batch: DraftBatch, batch_size: int, num_steps: int) -> DraftInputs:

@@ -18,14 +18,20 @@ WARMUPS = 2
 
 
 class GraphPool:
-    """A graph memory pool and the stream that captures into it. Graphs of one pool must not run at the same time."""
+    """A graph memory pool and the stream that captures into it. Graphs of one pool must not run at the same time.
+
+    All pools of a device capture on one stream: libraries keep a workspace for each stream that they ever saw (cuBLAS
+    32 MiB), which a stream for each pool would leave behind.
+    """
 
     _shared: ClassVar[weakref.WeakValueDictionary[int, GraphPool]] = weakref.WeakValueDictionary()
+    _streams: ClassVar[dict[int, torch.cuda.Stream]] = {}
 
     def __init__(self, device: torch.device) -> None:
         self.device = normal_device(device)
         self.handle: Any = torch.cuda.graph_pool_handle()
-        self.stream = torch.cuda.Stream(device)
+        self.stream = self._streams.get(self.device.index) or torch.cuda.Stream(self.device)
+        self._streams[self.device.index] = self.stream
 
     @classmethod
     def shared(cls, device: torch.device) -> GraphPool:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import NamedTuple
 
 
-@dataclass(frozen=True)
-class GraphKey:
+class GraphKey(NamedTuple):
     """What a graph was captured for. Two batches with the same number of lanes are not the same shape.
 
     Attributes:

@@ -145,7 +145,6 @@ class EagleDraftGraphRunner:
         reason = self._why_no_bucket(batch, size)
         return not reason, reason
 
-    @torch.no_grad()
     def replay(self, batch: DraftBatch, group_batch_size: int | None = None, clone: bool = False) -> DraftOutput:
         """Drafts for `batch`: in the smallest bucket that holds it, or without a graph where none does.
 
@@ -167,6 +166,11 @@ class EagleDraftGraphRunner:
         size = self._agree(batch, group_batch_size)
         if not size:
             return self._buffers.output(0)
+        with torch.no_grad():
+            output = self._replay(batch, size)
+        return output.clone() if clone else output
+
+    def _replay(self, batch: DraftBatch, size: int) -> DraftOutput:
         recorded = self._lookup(batch, size)
         if recorded is None:
             return self._run_without_graph(batch, size)
@@ -176,8 +180,7 @@ class EagleDraftGraphRunner:
         if self.num_steps > 1:
             self._metadata.prepare_draft(recorded.inputs, batch.batch_size)
         recorded.replay()
-        output = self._buffers.output(batch.batch_size)
-        return output.clone() if clone else output
+        return self._buffers.output(batch.batch_size)
 
     def poison_padding(self) -> None:
         """Fills all inputs and outputs with values that no batch has; see `check_lane_poison`."""
