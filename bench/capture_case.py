@@ -21,10 +21,12 @@ class CaptureOptions:
     Args:
         device: the device.
         executor: "cuda_graph", or "eager", which replays by calling.
+        impl: of what is built or planned.
     """
 
     device: torch.device
     executor: str
+    impl: str = "auto"
 
     def record(self, region: Callable[[], object]) -> Callable[[], object]:
         """Captures `region`, guarded, and returns its replay; without graphs, the region itself."""

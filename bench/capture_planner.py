@@ -76,7 +76,7 @@ class _Static:
             self.out = DecodePlans.empty(size, ratios, device)
         else:
             self.out = PrefillPlan.empty(num_rows, ratios, device)
-        self._impl = resolve_impl("auto", device)
+        self._impl = resolve_impl(options.impl, device)
         self.replay = options.record(lambda: self.plan(self._impl, self.out))
 
     def plan(self, impl: str, out: PrefillPlan | DecodePlans | None) -> PrefillPlan | DecodePlans:

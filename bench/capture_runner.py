@@ -1,15 +1,20 @@
-"""The runner's suite of `dsv4 capture-test`: every bucket and padding against an eager twin, poison, and races."""
+"""The runner's suite of `dsv4 capture-test`: every bucket and padding against an eager twin, poison, and races.
+
+Whichever provider a world has, that of its twin is the one in plain torch.
+"""
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections.abc import Callable
 from functools import partial
+from typing import NamedTuple
 
 import torch
 
 from dsv4_bench.capture_case import CaptureCase, CaptureOptions, Difference
-from dsv4_bench.draft_world import MODELS, DraftWorld, memory_difference, output_difference
+from dsv4_bench.draft_world import MODELS, PROVIDERS, DraftWorld, memory_difference, output_difference
 from dsv4_graph_runner import BucketPolicy, check_lane_poison
 
 LARGEST = 12
@@ -24,21 +29,29 @@ def cases(options: CaptureOptions) -> list[CaptureCase]:
     def add(name: str, check: Callable[[int], int]) -> None:
         found.append(CaptureCase(name, check))
 
-    for model in MODELS:
-        for num_steps in STEPS:
+    for provider, model in itertools.product(PROVIDERS, MODELS):
+        kind, name = Kind(model, provider), model if provider == "window" else f"{provider}-{model}"
+        for num_steps in STEPS if provider == "window" else STEPS[1:]:
             for pool in POOLS:
-                add(f"walk-{model}-steps{num_steps}-{pool}", partial(_walk, options, model, num_steps, pool))
-            add(f"poison-{model}-steps{num_steps}", partial(_poison, options, model, num_steps))
-        add(f"recapture-{model}", partial(_recapture, options, model))
+                add(f"walk-{name}-steps{num_steps}-{pool}", partial(_walk, options, kind, num_steps, pool))
+            add(f"poison-{name}-steps{num_steps}", partial(_poison, options, kind, num_steps))
+        add(f"recapture-{name}", partial(_recapture, options, kind))
         for pool in POOLS:
-            add(f"back-to-back-{model}-{pool}", partial(_back_to_back, options, model, pool))
+            add(f"back-to-back-{name}-{pool}", partial(_back_to_back, options, kind, pool))
     return found
 
 
-def _world(options: CaptureOptions, model: str, num_steps: int, pool: str = "shared", twin: bool = False) -> DraftWorld:
+class Kind(NamedTuple):
+    """What a world is made of: one of `MODELS` and one of `PROVIDERS`."""
+
+    model: str
+    provider: str
+
+
+def _world(options: CaptureOptions, kind: Kind, num_steps: int, pool: str = "shared", twin: bool = False) -> DraftWorld:
     """A captured world, or the twin that it is compared with, which runs the same batches without graphs."""
     world = DraftWorld.make(
-        model,
+        kind.model,
         options.device,
         BucketPolicy(max_batch_size=LARGEST),
         num_steps=num_steps,
@@ -46,15 +59,17 @@ def _world(options: CaptureOptions, model: str, num_steps: int, pool: str = "sha
         max_len=MAX_LEN,
         executor="eager" if twin else options.executor,
         guard="off" if twin else "replay",
+        provider="window" if twin else kind.provider,
+        impl=options.impl,
     )
     world.runner.capture()
     return world
 
 
-def _walk(options: CaptureOptions, model: str, num_steps: int, pool: str, seed: int) -> int:
+def _walk(options: CaptureOptions, kind: Kind, num_steps: int, pool: str, seed: int) -> int:
     """Every batch size twice, some above the largest bucket, in random order."""
-    world = _world(options, model, num_steps, pool)
-    twin = _world(options, model, num_steps, twin=True)
+    world = _world(options, kind, num_steps, pool)
+    twin = _world(options, kind, num_steps, twin=True)
     sizes = [*range(LARGEST + 1), *range(LARGEST + 3)]
     random.Random(seed).shuffle(sizes)
     make = world.batches(seed)
@@ -65,24 +80,25 @@ def _walk(options: CaptureOptions, model: str, num_steps: int, pool: str, seed: 
             f"replay {i} of a walk, batch size {size}",
         )
     _expect_none(memory_difference(world.pool, twin.pool), "the cache after a walk")
-    world.pool.check()
+    world.check()
     return len(sizes)
 
 
-def _poison(options: CaptureOptions, model: str, num_steps: int, seed: int) -> int:
+def _poison(options: CaptureOptions, kind: Kind, num_steps: int, seed: int) -> int:
     """Every bucket, full and with padding."""
-    world = _world(options, model, num_steps)
+    world = _world(options, kind, num_steps)
     make = world.batches(seed)
     sizes = sorted({size - less for size in world.runner.buckets.buckets for less in (0, 1)})
     for size in sizes:
         check_lane_poison(world.runner, make.draw(size), world.pool, world.pool.page_size)
+    world.check()
     return 2 * len(sizes)
 
 
-def _recapture(options: CaptureOptions, model: str, seed: int) -> int:
+def _recapture(options: CaptureOptions, kind: Kind, seed: int) -> int:
     """A second capture, between replays and beside another runner in the same pool, changes nothing."""
-    worlds = [_world(options, model, num_steps) for num_steps in (3, 2)]
-    twins = [_world(options, model, num_steps, twin=True) for num_steps in (3, 2)]
+    worlds = [_world(options, kind, num_steps) for num_steps in (3, 2)]
+    twins = [_world(options, kind, num_steps, twin=True) for num_steps in (3, 2)]
     makers = [world.batches(seed) for world in worlds]
     for again in (None, worlds[0], worlds[1], worlds[0]):
         if again is not None:
@@ -95,10 +111,10 @@ def _recapture(options: CaptureOptions, model: str, seed: int) -> int:
     return 8
 
 
-def _back_to_back(options: CaptureOptions, model: str, pool: str, seed: int) -> int:
+def _back_to_back(options: CaptureOptions, kind: Kind, pool: str, seed: int) -> int:
     """Two runners and all buckets in turn without waiting in between: what a race on shared memory would break."""
-    worlds = [_world(options, model, 3, pool), _world(options, model, 5, pool)]
-    twins = [_world(options, model, num_steps, twin=True) for num_steps in (3, 5)]
+    worlds = [_world(options, kind, 3, pool), _world(options, kind, 5, pool)]
+    twins = [_world(options, kind, num_steps, twin=True) for num_steps in (3, 5)]
     rng = random.Random(seed)
     makers = [world.batches(seed) for world in worlds]
     batches = [[make.draw(rng.randint(0, LARGEST)) for make in makers] for _ in range(20)]
@@ -115,6 +131,7 @@ def _back_to_back(options: CaptureOptions, model: str, pool: str, seed: int) -> 
             )
     for world, twin in zip(worlds, twins, strict=True):
         _expect_none(memory_difference(world.pool, twin.pool), "the cache after replays back to back")
+        world.check()
     return 2 * len(batches)
 
 

@@ -12,13 +12,17 @@ from dataclasses import dataclass, field
 
 import torch
 
-from dsv4_bench import capture_planner, capture_runner
+from dsv4_bench import capture_metadata, capture_planner, capture_runner
 from dsv4_bench.capture_case import CaptureCase, CaptureOptions, Difference
 
 Suite = Callable[[CaptureOptions], Sequence[CaptureCase]]
 Progress = Callable[[str, int, float], None]
 
-SUITES: Mapping[str, Suite] = {"planner": capture_planner.cases, "runner": capture_runner.cases}
+SUITES: Mapping[str, Suite] = {
+    "planner": capture_planner.cases,
+    "metadata": capture_metadata.cases,
+    "runner": capture_runner.cases,
+}
 
 
 @dataclass(frozen=True)

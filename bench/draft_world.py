@@ -6,12 +6,17 @@ from dataclasses import dataclass
 
 import torch
 
+from dsv4_backend.dispatch import resolve_impl
+from dsv4_backend.metadata_builder import MetadataBuilder
+from dsv4_bench.draft_builder import BuilderDraft, make_builder
 from dsv4_bench.draft_models import HashDraft, TransformerDraft, WindowMetadata
 from dsv4_bench.draft_pool import BatchMaker, RedZonePool, SlotTable
 from dsv4_graph_runner import BucketPolicy, DraftOutput, EagleDraftGraphRunner
 from dsv4_graph_runner.device import normal_device
 
 MODELS = ("hash", "transformer")
+PROVIDERS = ("window", "builder")
+"""`WindowMetadata`, in plain torch, and `dsv4_backend.MetadataBuilder`."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -21,15 +26,17 @@ class DraftWorld:
     Attributes:
         model, pool, table, metadata: the draft side.
         runner: over them, not captured yet.
-        hidden_size: of the hidden states, float32.
+        hidden_size: of the hidden states.
+        guard: of the runner.
     """
 
-    model: HashDraft | TransformerDraft
+    model: HashDraft | TransformerDraft | BuilderDraft
     pool: RedZonePool
     table: SlotTable
-    metadata: WindowMetadata
+    metadata: WindowMetadata | MetadataBuilder
     runner: EagleDraftGraphRunner
     hidden_size: int
+    guard: str
 
     @classmethod
     def make(
@@ -47,22 +54,27 @@ class DraftWorld:
         window: int = 16,
         hidden_size: int = 128,
         dtype: torch.dtype = torch.float32,
+        provider: str = "window",
+        impl: str = "auto",
     ) -> DraftWorld:
-        """A world whose contents depend on the arguments only.
+        """A world whose contents depend on the arguments only; its drafts do not depend on `provider` and `impl`.
 
         Args:
             model: "hash" (exact integer arithmetic) or "transformer".
-            device, buckets, num_steps, executor, pool, guard: of the runner.
+            device, buckets, num_steps, executor, pool: of the runner.
+            guard: of the runner; "off" where the builder reads values on the host: on a CPU, and as the reference.
             num_requests: rows of the table; by default twice the largest bucket.
             max_len: positions a request.
             window: positions that a step looks back.
             hidden_size: of the model.
             dtype: of the transformer and of the hidden states.
+            provider: one of `PROVIDERS`.
+            impl: of the builder.
         """
         device = normal_device(device)
         page, ring = 8, max(32, -(-(window + num_steps) // 8) * 8)
         table = SlotTable(num_requests or 2 * buckets.largest, max_len, window, page, ring, device)
-        draft: HashDraft | TransformerDraft
+        draft: HashDraft | TransformerDraft | BuilderDraft
         if model == "hash":
             cache = RedZonePool(table.num_slots, page, [1], torch.int64, device)
             draft = HashDraft(cache)
@@ -71,7 +83,17 @@ class DraftWorld:
             draft = TransformerDraft(cache, hidden_size=hidden_size, dtype=dtype)
         else:
             raise ValueError(f"model: expected one of {MODELS}, got {model!r}")
-        metadata = WindowMetadata(table, buckets.largest, num_steps)
+        metadata: WindowMetadata | MetadataBuilder
+        if provider == "window":
+            metadata = WindowMetadata(table, buckets.largest, num_steps)
+        elif provider == "builder":
+            rows = max(table.num_requests, buckets.largest) + buckets.multiple
+            metadata = make_builder(table, rows, impl)
+            draft = BuilderDraft(draft, window)
+            if device.type == "cpu" or resolve_impl(impl, device) == "torch":
+                guard = "off"
+        else:
+            raise ValueError(f"provider: expected one of {PROVIDERS}, got {provider!r}")
         runner = EagleDraftGraphRunner(
             draft,
             metadata,
@@ -84,13 +106,19 @@ class DraftWorld:
             pool=pool,
             guard=guard,
         )
-        return cls(draft, cache, table, metadata, runner, hidden_size)
+        return cls(draft, cache, table, metadata, runner, hidden_size, guard)
 
     def batches(self, seed: int = 0) -> BatchMaker:
         """A source of batches for this world; equal seeds give equal batches."""
         return BatchMaker(
             self.table, self.runner.num_steps, self.model.vocab_size, self.hidden_size, self.runner.hidden_dtype, seed
         )
+
+    def check(self) -> None:
+        """Raises when a slot in a red zone was written, or the builder met a bad input on the device."""
+        self.pool.check()
+        if isinstance(self.metadata, MetadataBuilder):
+            self.metadata.check()
 
 
 def output_difference(got: DraftOutput, expected: DraftOutput) -> str | None:

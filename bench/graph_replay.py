@@ -27,11 +27,12 @@ def run(
 ) -> tuple[list[Row], str]:
     """Checks, then times every bucket with one lane of padding; a row each, and a line about the capture.
 
-    Columns, in microseconds: on the GPU the input copy, the metadata, the runner's graph (which holds the metadata), a
-    graph of the model alone written by hand, and what the runner adds to that; on the host the copy, the provider's
-    preparation, the slicing of outputs, a whole replay, and what that adds to launching the graph written by hand; and
-    an eager loop from call to result. Then launches outside the graph, and what the bucket took to capture. GPU columns
-    are None on a CPU, where the eager executor stands in for graphs.
+    Columns, in microseconds: on the GPU the input copy, the metadata (one launch of `MetadataBuilder`), the runner's
+    graph (which holds the metadata), a graph of the model alone written by hand, and what the runner adds to that; on
+    the host the copy, the provider's preparation, the slicing of outputs, a whole replay, and what that adds to
+    launching the graph written by hand; and an eager loop from call to result. Then launches outside the graph and
+    those of the metadata in it, and what the bucket took to capture. GPU columns are None on a CPU, where the eager
+    executor stands in for graphs.
 
     Raises:
         RuntimeError: drafts differ from those of the eager loop.
@@ -50,6 +51,7 @@ def run(
         for bucket, row in zip(buckets, rows, strict=True):
             batch, buffers, inputs = _static(world, bucket)
             row["launches"] = count_launches(partial(buffers.load, inputs, batch))
+            row["meta launches"] = count_launches(partial(world.metadata.record_draft, inputs))
     about = (
         f"us of a draft replay, {report.executor}, {NUM_STEPS} steps, hidden {HIDDEN_SIZE}, window {WINDOW}: "
         f"{len(buckets)} buckets captured "
@@ -70,6 +72,7 @@ def _make_world(device: torch.device, buckets: tuple[int, ...], executor: str) -
         executor=executor,
         pool="dedicated",
         dtype=torch.bfloat16 if device.type == "cuda" else torch.float32,
+        provider="builder",
     )
 
 
@@ -101,6 +104,7 @@ def _row(world: DraftWorld, twin: DraftWorld, bucket: int) -> Row:
         "extra host": None if hand_host is None else total - hand_host,
         "eager": _wall_us(lambda: twin.runner.replay(batch), device),
         "launches": None,
+        "meta launches": None,
     }
     return row
 

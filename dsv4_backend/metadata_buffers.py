@@ -120,8 +120,12 @@ def bucket_key(
 
 
 class BucketBuffers:
-    """The tensors of a bucket. They are allocated once, and live as long as the builder."""
+    """The tensors of a bucket. They are allocated once, and live as long as the builder.
 
+    They are plain tensors even when made in inference mode, so that they can be written in and out of it.
+    """
+
+    @torch.inference_mode(False)
     def __init__(self, key: BucketKey, shape: MetadataShape, device: torch.device) -> None:
         self.key, self.shape = key, shape
         self.tensors: dict[str, torch.Tensor] = {}

@@ -66,6 +66,7 @@ class MetadataBuilder:
     Source: docs/metadata.md.
     """
 
+    @torch.inference_mode(False)
     def __init__(
         self,
         cfg: DSV4Config,

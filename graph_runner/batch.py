@@ -40,8 +40,30 @@ def split_draft_out_cache_loc(out_cache_loc: torch.Tensor, batch_size: int, topk
     return out_cache_loc.view(batch_size * topk, num_steps).t().contiguous()
 
 
+_ON_DEVICE = (
+    "req_pool_indices",
+    "seq_lens",
+    "positions",
+    "out_cache_loc",
+    "topk_p",
+    "topk_index",
+    "hidden_states",
+)
+
+
+class _Derived:
+    """What a batch knows about itself, beside its fields: worked out once, since a replay has better things to do."""
+
+    __slots__ = ("batch_size", "devices", "num_steps", "topk")
+
+    batch_size: int
+    topk: int
+    num_steps: int | None
+    devices: dict[str, torch.device]
+
+
 @dataclass(frozen=True, eq=False)
-class DraftBatch:
+class DraftBatch(_Derived):
     """A batch as the engine has it. The runner reads it and never changes it, nor any tensor in it.
 
     Args:
@@ -57,6 +79,12 @@ class DraftBatch:
         variant: which of the runner's draft models is to run; "" where it has only one.
 
     All but `seq_lens_cpu` lie on the runner's device. B = 0 is the batch of an idle rank.
+
+    Attributes:
+        batch_size: B.
+        topk: branches of a request.
+        num_steps: draft steps that the slots are for; None in an empty batch.
+        devices: where each tensor lies, by name, but for `seq_lens_cpu`; only one entry where they all lie together.
 
     Raises:
         ValueError: a type, dtype or shape is not as above.
@@ -97,20 +125,16 @@ class DraftBatch:
                 raise ValueError(f"seq_lens_cpu: expected a tensor on cpu, got one on {self.seq_lens_cpu.device}")
         if not isinstance(self.variant, str):
             raise ValueError(f"variant: expected a str, got {type(self.variant).__name__}")
-
-    @property
-    def batch_size(self) -> int:
-        return self.req_pool_indices.shape[0]
-
-    @property
-    def topk(self) -> int:
-        return self.topk_p.shape[1]
-
-    @property
-    def num_steps(self) -> int | None:
-        """Draft steps that the slots are for; None in an empty batch."""
-        lanes = self.batch_size * self.topk
-        return self.out_cache_loc.shape[0] // lanes if lanes else None
+        devices = {name: getattr(self, name).device for name in _ON_DEVICE}
+        if len(set(devices.values())) == 1:
+            devices = {_ON_DEVICE[0]: self.req_pool_indices.device}
+        for name, value in (
+            ("batch_size", size),
+            ("topk", topk),
+            ("num_steps", slots // lanes if lanes else None),
+            ("devices", devices),
+        ):
+            object.__setattr__(self, name, value)
 
     @classmethod
     def idle(

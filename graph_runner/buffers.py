@@ -105,15 +105,16 @@ class StaticBuffers:
             inputs.seq_lens_cpu = None
         else:
             plan.lengths_live.copy_(batch.seq_lens_cpu)
-            plan.lengths_pad.fill_(PAD_LENGTH)
+            if batch.batch_size < inputs.batch_size:
+                plan.lengths_pad.fill_(PAD_LENGTH)
             inputs.seq_lens_cpu = plan.lengths
 
     def output(self, batch_size: int) -> DraftOutput:
         """Views of the first `batch_size` lanes of what the last run left."""
         output = self._outputs.get(batch_size)
         if output is None:
-            lanes = (values[:batch_size] for values in (self.draft_tokens, self._parents, self.scores))
-            output = self._outputs[batch_size] = DraftOutput(*lanes)
+            tokens, parents, scores = (x[:batch_size] for x in (self.draft_tokens, self._parents, self.scores))
+            output = self._outputs[batch_size] = DraftOutput(tokens, parents, scores)
         return output
 
     def poison(self) -> None:

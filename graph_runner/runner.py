@@ -252,8 +252,7 @@ class EagleDraftGraphRunner:
             return (
                 f"group_batch_size: expected an int, at least this rank's {batch.batch_size}, got {group_batch_size!r}"
             )
-        for name in _DEVICE_FIELDS:
-            device = getattr(batch, name).device
+        for name, device in batch.devices.items():
             if device != self._device:
                 return f"{name}: expected a tensor on {self._device}, got one on {device}"
         return ""
@@ -279,14 +278,3 @@ class EagleDraftGraphRunner:
         raw = batch.batch_size
         parents = (torch.arange(self.num_steps, device=self._device) - 1).repeat(raw, 1)
         return DraftOutput(tokens[:raw], parents, scores[:raw], self._why_no_bucket(batch, size))
-
-
-_DEVICE_FIELDS = (
-    "req_pool_indices",
-    "seq_lens",
-    "positions",
-    "out_cache_loc",
-    "topk_p",
-    "topk_index",
-    "hidden_states",
-)

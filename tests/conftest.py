@@ -9,6 +9,9 @@ import torch
 from hypothesis import settings
 from packaging.version import Version
 
+# Threads of several processes would fight for the same few cores over tensors this small.
+torch.set_num_threads(1)
+
 settings.register_profile("project", deadline=None, derandomize=True, print_blob=True)
 settings.load_profile("project")
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from dsv4_bench.draft_world import DraftWorld
+from dsv4_bench.draft_world import PROVIDERS, DraftWorld
 from dsv4_graph_runner import BucketPolicy, DraftBatch, EagleDraftGraphRunner
 
 each_executor = pytest.mark.parametrize(
@@ -17,6 +17,7 @@ each_executor = pytest.mark.parametrize(
         pytest.param("cuda_graph", "cuda", marks=pytest.mark.gpu, id="graph-cuda"),
     ],
 )
+each_provider = pytest.mark.parametrize("provider", PROVIDERS)
 
 
 def make_world(model: str = "hash", device: str = "cpu", sizes: object = 8, **options: Any) -> DraftWorld:
@@ -62,7 +63,7 @@ def snapshot(batch: DraftBatch) -> dict[str, tuple[object, list[Any] | None]]:
 
 
 class SpyMetadata:
-    """Passes everything on to another provider, keeps what it saw, and raises where it is told to.
+    """Passes everything on to another provider, keeps what it saw and gave last, and raises where it is told to.
 
     Args:
         inner: the provider.
@@ -71,6 +72,7 @@ class SpyMetadata:
     def __init__(self, inner: Any) -> None:
         self.inner = inner
         self.seen: list[dict[str, Any]] = []
+        self.steps: Any = ()
         self.fail_in: str | None = None
 
     def _at(self, place: str) -> None:
@@ -79,7 +81,8 @@ class SpyMetadata:
 
     def bind_draft(self, inputs: Any) -> Any:
         self._at("bind_draft")
-        return self.inner.bind_draft(inputs)
+        self.steps = self.inner.bind_draft(inputs)
+        return self.steps
 
     def record_draft(self, inputs: Any) -> None:
         self._at("record_draft")
@@ -95,7 +98,8 @@ class SpyMetadata:
 
     def build_draft(self, inputs: Any) -> Any:
         self._at("build_draft")
-        return self.inner.build_draft(inputs)
+        self.steps = self.inner.build_draft(inputs)
+        return self.steps
 
     def draft_fingerprint(self) -> Any:
         return self.inner.draft_fingerprint()
@@ -147,6 +151,7 @@ def spy_runner(
         buckets=BucketPolicy(sizes=sizes),
         device=world.table.table.device,
         executor=world.runner.executor,
+        guard=world.guard,
     )
     runner = EagleDraftGraphRunner(world.model if model is None else model, spy, **(defaults | options))
     runner.capture()

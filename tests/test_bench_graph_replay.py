@@ -57,10 +57,13 @@ def test_refuses_before_it_measures(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.gpu
 def test_the_budget_of_a_replay() -> None:
-    """Beyond the model's own graph: at most 60 us of host and 8 us of GPU time at bucket 64, and two launches."""
+    """Beyond the model's own graph: at most 60 us of host and 8 us of GPU time at bucket 64, and two launches.
+
+    One of them, in the graph, is the builder's, for the metadata of all steps.
+    """
     rows, about = bench.run(torch.device("cuda"), lambda what: None, (64,))
     (row,) = rows
     assert "cuda_graph" in about
     assert row["extra host"] <= 60, row
     assert row["extra gpu"] <= 8, row
-    assert row["launches"] == 1, row
+    assert row["launches"] == row["meta launches"] == 1, row

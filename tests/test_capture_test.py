@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
+import dataclasses
+import itertools
 import json
 import shlex
+from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from typer.testing import CliRunner
 
-from dsv4_backend import cli
-from dsv4_bench import capture_planner, capture_runner, capture_test
+from backends import INTERPRET
+from dsv4_backend import MetadataBuilder, cli, dispatch
+from dsv4_backend.batch import ForwardMode
+from dsv4_backend.reference import metadata as reference
+from dsv4_bench import capture_inputs, capture_metadata, capture_planner, capture_runner, capture_test
 from dsv4_bench.capture_case import CaptureCase, CaptureOptions, Difference
 from dsv4_graph_runner.buffers import StaticBuffers
 
@@ -35,8 +42,17 @@ def test_names_are_unique_and_every_kind_is_there() -> None:
         for size in (1, 64)
     )
     assert {"race-72x4-24x3", "race-104x3-24x2"} <= set(planner)
+    metadata = {case.id for case in capture_metadata.cases(ON_CPU)}
+    for mode in capture_inputs.MODES:
+        assert {f"{mode}-{size}-ratios-4-128" for size in capture_metadata.BUCKETS} <= metadata
+        assert {f"{mode}-4-ratios-none", f"{mode}-4-ratios-4", f"{mode}-4-ratios-128", f"{mode}-long"} <= metadata
+    assert {mode.mode for mode in capture_inputs.MODES.values()} == set(ForwardMode)
     runner = [case.id for case in capture_runner.cases(ON_CPU)]
-    assert {case.split("-")[0] for case in runner} == {"walk", "poison", "recapture", "back"}
+    for names in (
+        {name for name in runner if "-builder-" not in name},
+        {name.replace("-builder-", "-") for name in runner if "-builder-" in name},
+    ):
+        assert {name.split("-")[0] for name in names} == {"walk", "poison", "recapture", "back"}
 
 
 @pytest.mark.parametrize(
@@ -45,7 +61,12 @@ def test_names_are_unique_and_every_kind_is_there() -> None:
         ("planner", "ragged-verify-4-ratios-4"),
         ("planner", "decode-16-ratios-4-128"),
         ("planner", "race-72x4-24x3"),
+        ("metadata", "extend-long"),
+        ("metadata", "drafts-growing-16-ratios-4-128"),
+        ("metadata", "race-ragged-verify-96"),
         ("runner", "walk-hash-steps3-shared"),
+        ("runner", "walk-builder-hash-steps3-shared"),
+        ("runner", "poison-builder-hash-steps5"),
         ("runner", "poison-transformer-steps2"),
         ("runner", "recapture-hash"),
         ("runner", "back-to-back-hash-dedicated"),
@@ -101,6 +122,128 @@ def test_a_fault_of_the_planner_is_found(monkeypatch: pytest.MonkeyPatch) -> Non
     assert "--suite planner --case verify-1-ratios-4-128 --seed 0" in output
 
 
+@pytest.mark.parametrize("mode", capture_inputs.MODES)
+def test_metadata_of_every_mode_is_clean(mode: str) -> None:
+    """Eager, on a CPU, with every choice of ratios; in a bucket that the batch fills, and in a larger one."""
+    cases = [case for case in capture_metadata.cases(ON_CPU) if case.id.startswith((f"{mode}-2-", f"{mode}-4-"))]
+    assert [case.check(1) for case in cases] == [capture_metadata.REPLAYS] * 5
+
+
+def slots_of_another_step(batch: Any, steps: Any) -> Any:
+    """The first slots of the list for step 0, the next for step 1: as if it came step by step."""
+    if batch.mode is not ForwardMode.DRAFT_DECODE:
+        return batch
+    slots = batch.out_cache_loc.view(-1, batch.batch_size).t().flatten()
+    return dataclasses.replace(batch, out_cache_loc=slots)
+
+
+def padding_counted(batch: Any, steps: Any) -> Any:
+    """Padding requests taken for request 1."""
+    ones = batch.req_pool_indices.clamp(min=1)
+    return dataclasses.replace(batch, req_pool_indices=ones, seq_lens=batch.seq_lens.clamp(1, 2000))
+
+
+def lengths_of_the_capture(batch: Any, steps: Any) -> Any:
+    """Lengths as they were when the build was first run."""
+    kept = vars(steps).setdefault("kept", batch.seq_lens.clamp(0, 2000))
+    return dataclasses.replace(batch, seq_lens=kept)
+
+
+@pytest.mark.parametrize(
+    ("fault", "case", "message"),
+    [
+        (slots_of_another_step, "drafts-growing-4-ratios-none", "step 0: raw_out_cache_loc"),
+        (padding_counted, "decode-4-ratios-none", "step 0: seq_lens_causal"),
+        (lengths_of_the_capture, "verify-4-ratios-none", "step 0: seq_lens_causal"),
+    ],
+)
+def test_a_build_of_another_batch_is_found(
+    fault: Callable[[Any, Any], Any], case: str, message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    break_builds(monkeypatch, before=fault)
+    assert message in differences(case)
+    assert "(expected: the reference)" in differences(case)
+
+
+def unwritten(steps: Any) -> None:
+    """What a build leaves as it was: here, poison."""
+    for meta in steps.metas:
+        meta.c128_out_loc.view(torch.uint8).fill_(capture_metadata.POISON)
+
+
+@pytest.mark.parametrize(
+    ("fault", "message"),
+    [
+        (unwritten, "step 0: c128_out_loc[0]"),
+        (lambda steps: steps.error.fill_(1), "raised ValueError"),
+        (lambda steps: steps.metas[0].plans.c4.rows[2].fill_(7), "step 0: plans.c4"),
+    ],
+    ids=["unwritten", "flagged", "plan"],
+)
+def test_a_faulty_build_is_found(fault: Callable[[Any], object], message: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    break_builds(monkeypatch, after=fault)
+    assert message in differences("decode-4-ratios-4-128")
+
+
+def test_buffers_that_move_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    count = itertools.count()
+    monkeypatch.setattr(MetadataBuilder, "fingerprint", lambda self: next(count))
+    assert "buffers are not where they were captured" in differences("idle-2-ratios-4-128")
+
+
+def break_builds(
+    monkeypatch: pytest.MonkeyPatch,
+    before: Callable[[Any, Any], Any] = lambda batch, steps: batch,
+    after: Callable[[Any], object] = lambda steps: None,
+) -> None:
+    """Faults in builds of impl "auto"; those of the reference stay right."""
+    choose = dispatch.metadata
+
+    def bind(*, steps: Any, **options: Any) -> Callable[[Any], None]:
+        run = reference.bind(steps=steps, **options)
+
+        def faulty(batch: Any) -> None:
+            run(before(batch, steps))
+            after(steps)
+
+        return faulty
+
+    monkeypatch.setattr(
+        dispatch,
+        "metadata",
+        lambda impl, device: SimpleNamespace(bind=bind) if impl == "auto" else choose(impl, device),
+    )
+
+
+def differences(case: str) -> str:
+    """What `dsv4 capture-test` says about a case of metadata in which it finds something."""
+    code, output = run("--device", "cpu", "--suite", "metadata", "--case", case, "--seconds", 0)
+    assert code == 1, output
+    assert f"DIFF metadata {case}: " in output
+    assert f"--suite metadata --case {case} --seed 0" in output
+    return output
+
+
+@pytest.mark.interpreter
+@pytest.mark.skipif(not INTERPRET, reason="runs under TRITON_INTERPRET=1")
+@pytest.mark.parametrize(
+    "case",
+    [
+        "decode-4-ratios-4-128",
+        "verify-2-ratios-4-128",
+        "ragged-verify-4-ratios-4-128",
+        "ragged-draft-extend-4-ratios-none",
+        "idle-4-ratios-4",
+        "drafts-growing-1-ratios-4-128",
+        "drafts-frozen-4-ratios-128",
+    ],
+)
+def test_the_kernels_are_clean_in_the_interpreter(case: str) -> None:
+    options = CaptureOptions(torch.device("cpu"), "eager", impl="triton")
+    (found,) = (each for each in capture_metadata.cases(options) if each.id == case)
+    assert found.check(0) == capture_metadata.REPLAYS
+
+
 def test_rounds_end_with_the_time_and_stop_at_the_first_difference() -> None:
     seeds: list[int] = []
 
@@ -127,7 +270,7 @@ def test_rounds_end_with_the_time_and_stop_at_the_first_difference() -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--suite", "none"], "--suite: expected one of planner, runner, got 'none'"),
+        (["--suite", "none"], "--suite: expected one of planner, metadata, runner, got 'none'"),
         (["--case", "none"], "--case: expected one of verify-1"),
         (["--device", "tpu"], "--device: expected auto, cpu or cuda"),
         (["--device", "cpu", "--executor", "cuda_graph"], "executor: expected a CUDA device for 'cuda_graph', got cpu"),

@@ -12,7 +12,7 @@ from draft_oracle import HashOracle
 from dsv4_bench.draft_models import WindowMetadata
 from dsv4_bench.draft_world import output_difference
 from dsv4_graph_runner import BucketPolicy, DraftOutput, EagleDraftGraphRunner, split_draft_out_cache_loc, swapped
-from runners import SpyModel, each_executor, make_batch, make_world, snapshot, spy_runner
+from runners import SpyModel, each_executor, each_provider, make_batch, make_world, snapshot, spy_runner
 
 NINE = list(range(100, 109))
 
@@ -44,8 +44,9 @@ def test_b44_the_provider_is_shown_the_padded_batch() -> None:
 
 
 @each_executor
-def test_b44_only_the_right_slots_are_written(executor: str, device: str) -> None:
-    world = make_world(device=device, executor=executor, sizes=(1, 2, 4, 8))
+@each_provider
+def test_b44_only_the_right_slots_are_written(executor: str, device: str, provider: str) -> None:
+    world = make_world(device=device, executor=executor, sizes=(1, 2, 4, 8), provider=provider)
     batch = world.batches().draw(3)
     (cache,) = world.pool.tensors()
     cache.fill_(-1)
@@ -56,10 +57,11 @@ def test_b44_only_the_right_slots_are_written(executor: str, device: str) -> Non
 
 
 @each_executor
+@each_provider
 @pytest.mark.parametrize("size", [3, 5])
-def test_b45_the_same_slices_without_graphs(executor: str, device: str, size: int) -> None:
+def test_b45_the_same_slices_without_graphs(executor: str, device: str, provider: str, size: int) -> None:
     """5 is beyond the largest bucket; every batch is drafted as by the definition, with a graph and without."""
-    world = make_world(device=device, executor=executor, sizes=(1, 2, 4))
+    world = make_world(device=device, executor=executor, sizes=(1, 2, 4), provider=provider)
     batch = world.batches().draw(size)
     expected = HashOracle(world.table, world.model.vocab_size).drafts(batch, 3)
     out = world.runner.replay(batch)
@@ -114,8 +116,9 @@ def test_b46_an_engine_object_is_restored_whatever_happens(fails: bool) -> None:
 
 
 @each_executor
-def test_b47_every_padded_input_is_reset_on_every_replay(executor: str, device: str) -> None:
-    world = make_world(device=device, executor=executor, sizes=(1, 2, 4, 8))
+@each_provider
+def test_b47_every_padded_input_is_reset_on_every_replay(executor: str, device: str, provider: str) -> None:
+    world = make_world(device=device, executor=executor, sizes=(1, 2, 4, 8), provider=provider)
     runner, spy = spy_runner(world)
     make = world.batches()
     for size, bucket in ((8, 8), (5, 8), (3, 4), (1, 1), (6, 8), (2, 2)):
@@ -161,9 +164,11 @@ def test_b50_branches_in_the_slot_list_and_their_refusal() -> None:
 
 
 @each_executor
-def test_b51_a_shrinking_batch_over_graphs_and_without(executor: str, device: str) -> None:
+@each_provider
+def test_b51_a_shrinking_batch_over_graphs_and_without(executor: str, device: str, provider: str) -> None:
     """Window slots are far fewer than positions; 32 and 16 have no bucket. The pool is small: a wrong slot raises."""
-    world = make_world(device=device, executor=executor, sizes=(1, 2, 4, 8), num_requests=40, max_len=5000)
+    options: dict[str, Any] = dict(sizes=(1, 2, 4, 8), num_requests=40, max_len=5000, provider=provider)
+    world = make_world(device=device, executor=executor, **options)
     oracle = HashOracle(world.table, world.model.vocab_size)
     assert world.pool.num_slots < world.table.max_len
     make = world.batches()

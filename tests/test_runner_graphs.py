@@ -13,7 +13,7 @@ import torch
 from draft_oracle import HashOracle
 from dsv4_bench.draft_world import DraftWorld, output_difference
 from dsv4_graph_runner import BucketPolicy
-from runners import each_executor, make_world
+from runners import each_executor, each_provider, make_world
 
 SIXTEEN = BucketPolicy(sizes=[1, 2, 4, *range(8, 105, 8)])
 
@@ -26,9 +26,10 @@ def restored_sync_mode() -> Iterator[None]:
 
 @pytest.mark.gpu
 @pytest.mark.usefixtures("restored_sync_mode")
+@each_provider
 @pytest.mark.parametrize("size", [0, 1, 3, 8])
-def test_a_replay_never_waits(size: int) -> None:
-    world = make_world(device="cuda", executor="cuda_graph")
+def test_a_replay_never_waits(size: int, provider: str) -> None:
+    world = make_world(device="cuda", executor="cuda_graph", provider=provider)
     batch = world.batches().draw(size)
     world.runner.replay(batch, group_batch_size=8)
     torch.cuda.set_sync_debug_mode("error")
@@ -41,7 +42,10 @@ def test_a_replay_never_waits(size: int) -> None:
 @each_executor
 def test_ten_thousand_replays_in_flat_memory(executor: str, device: str) -> None:
     # Without a GPU to run them on, forwards would only take time: memory is the runner's own.
-    world = make_world(device=device, executor=executor, sizes=8, num_steps=3 if device == "cuda" else 1, hidden_size=8)
+    num_steps = 3 if device == "cuda" else 1
+    world = make_world(
+        device=device, executor=executor, sizes=8, num_steps=num_steps, hidden_size=8, provider="builder"
+    )
     make, rng = world.batches(), random.Random(0)
     batches = [make.draw(size) for size in range(9)]
     used = []

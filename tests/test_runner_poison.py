@@ -11,14 +11,15 @@ import torch
 
 from dsv4_bench.draft_world import MODELS, DraftWorld, output_difference
 from dsv4_graph_runner import GuardError, check_lane_poison
-from runners import each_executor, make_world
+from runners import each_executor, each_provider, make_world
 
 
 @each_executor
+@each_provider
 @pytest.mark.parametrize("model", MODELS)
 @pytest.mark.parametrize("size", [0, 1, 3, 4, 7])
-def test_clean_runs_pass(executor: str, device: str, model: str, size: int) -> None:
-    world = make_world(model, device, executor=executor, sizes=(1, 2, 4))
+def test_clean_runs_pass(executor: str, device: str, provider: str, model: str, size: int) -> None:
+    world = make_world(model, device, executor=executor, sizes=(1, 2, 4), provider=provider)
     batch = world.batches().draw(size)
     for tensor in world.pool.tensors():
         tensor[world.pool.row_of_slot] = 3

@@ -216,7 +216,9 @@ def _build_metadata_kernel(
         first = seq + offset
         if GROWS:
             first += step
-        bad = (first < 0) | (first + width > max_seq_len) | (req < 0) | (req >= num_requests)
+        # The length itself is tested, too: the smallest int64 minus one is a large number.
+        bad = (seq < 0) | (seq > max_seq_len) | (first < 0) | (first + width > max_seq_len)
+        bad |= (req < 0) | (req >= num_requests)
         live = owned & ~bad & (req != 0)
         tl.store(error_ptr + row * 0, ERROR_LENGTHS, mask=owned & bad & (req != 0))
         req = tl.where(live, req, 0)

@@ -24,7 +24,7 @@ def capture_test(
     device: DeviceOption = "auto",
     json: Annotated[Path | None, typer.Option(help="Write counts and the first difference.", metavar="FILE")] = None,
 ) -> None:
-    """Capture and replay planner and draft runner in every bucket, mode and padding, against eager runs.
+    """Capture and replay planner, metadata and draft runner in every bucket, mode and padding, against eager runs.
 
     The guard is on. Exit code 1: a difference, with the command that repeats it. 2: bad input.
     """

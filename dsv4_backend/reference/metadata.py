@@ -64,16 +64,18 @@ def _requests(batch: RawBatch, step: int, steps: StepBuffers, tables: RequestTab
         count = batch.extend_lens.long()
     else:
         count = torch.full_like(seq, steps.width)
-    first = seq if steps.seq_before else seq - count
-    if steps.grows:
-        first = first + step
-
     # A count that makes no sense leaves nobody's place in the batch known: then all of it is padding.
     slots = len(batch.out_cache_loc)
     lost = bool(((count < 0) | (count > steps.max_extend)).any()) or (steps.ragged and int(count.sum()) > slots)
     if lost:
         count = torch.zeros_like(count)
-    bad = (first < 0) | (first + count > max_seq_len) | ((count > 0) & ((req < 0) | (req >= tables.num_requests)))
+    # Tested first, so that nothing below overflows.
+    bad = (seq < 0) | (seq > max_seq_len)
+    seq = seq.where(~bad, 0)
+    first = seq if steps.seq_before else seq - count
+    if steps.grows:
+        first = first + step
+    bad |= (first < 0) | (first + count > max_seq_len) | ((count > 0) & ((req < 0) | (req >= tables.num_requests)))
     if lost or (bad & (req != 0)).any():
         steps.error.fill_(ERROR_LENGTHS)
     live = ~bad & (req > 0) & (req < tables.num_requests)
