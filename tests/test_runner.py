@@ -13,15 +13,16 @@ import torch
 from draft_oracle import HashOracle
 from dsv4_bench.draft_world import MODELS, DraftWorld, memory_difference, output_difference
 from dsv4_graph_runner import BucketPolicy, DraftBatch, EagleDraftGraphRunner, GraphKey, TextBar
-from runners import SpyModel, each_executor, make_batch, make_world, snapshot, spy_runner
+from runners import SpyModel, each_executor, each_provider, make_batch, make_world, snapshot, spy_runner
 
 STEPS = pytest.mark.parametrize("num_steps", [1, 2, 3, 6])
 
 
 @each_executor
+@each_provider
 @STEPS
-def test_drafts_by_the_definition(executor: str, device: str, num_steps: int) -> None:
-    world = make_world(device=device, executor=executor, sizes=8, num_steps=num_steps)
+def test_drafts_by_the_definition(executor: str, device: str, provider: str, num_steps: int) -> None:
+    world = make_world(device=device, executor=executor, sizes=8, num_steps=num_steps, provider=provider)
     oracle = HashOracle(world.table, world.model.vocab_size)
     make = world.batches(seed=num_steps)
     for size in (8, 3, 1, 5, 0, 8, 7, 2, 4, 6):
@@ -29,13 +30,14 @@ def test_drafts_by_the_definition(executor: str, device: str, num_steps: int) ->
         out = world.runner.replay(batch)
         assert out.draft_tokens.tolist() == oracle.drafts(batch, num_steps)
         assert out.parents.tolist() == [list(range(-1, num_steps - 1))] * size
-    world.pool.check()
+    world.check()
 
 
-def walk(device: str, executor: str, model: str, replays: int, max_len: int, largest: int) -> None:
-    """A runner and its eager twin over one walk of batch sizes: bit for bit the same drafts, and the same cache."""
+def walk(device: str, executor: str, model: str, provider: str, replays: int, max_len: int, largest: int) -> None:
+    """A runner and its eager twin, whose metadata is plain torch, over one walk of batch sizes: bit for bit the same
+    drafts, and the same cache."""
     options: dict[str, Any] = dict(max_len=max_len, num_requests=largest, sizes=largest)
-    world = make_world(model, device, executor=executor, **options)
+    world = make_world(model, device, executor=executor, provider=provider, **options)
     twin = make_world(model, device, executor="eager", **options)
     make, rng = world.batches(seed=3), random.Random(3)
     for i in range(replays):
@@ -43,18 +45,19 @@ def walk(device: str, executor: str, model: str, replays: int, max_len: int, lar
         difference = output_difference(world.runner.replay(batch), twin.runner.replay(batch))
         assert difference is None, f"replay {i}, batch size {batch.batch_size}: {difference}"
     assert memory_difference(world.pool, twin.pool) is None
-    world.pool.check()
+    world.check()
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("model", MODELS)
 def test_a_thousand_replays_equal_eager(model: str) -> None:
-    walk("cuda", "cuda_graph", model, 1000, 1_000_000, 20)
+    walk("cuda", "cuda_graph", model, "builder", 1000, 1_000_000, 20)
 
 
+@each_provider
 @pytest.mark.parametrize("model", MODELS)
-def test_a_walk_on_the_cpu(model: str) -> None:
-    walk("cpu", "eager", model, 40, 1_000_000, 4)
+def test_a_walk_on_the_cpu(model: str, provider: str) -> None:
+    walk("cpu", "eager", model, provider, 40, 1_000_000, 4)
 
 
 @pytest.mark.parametrize("model", MODELS)
