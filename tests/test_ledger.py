@@ -1,4 +1,4 @@
-"""The ledger: it stays silent on right plans and names what is wrong with each kind of wrong one."""
+"""The ledger: it stays silent on right plans, and names what is wrong with each kind of wrong one."""
 
 from __future__ import annotations
 
@@ -9,108 +9,13 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import torch
 
 import dsv4_backend.replay as replay_package
-from dsv4_backend import CacheGeometry, RequestTables
-from dsv4_backend.replay import FAULTS, PagePool, Step, StepMode
-from dsv4_backend.replay.batch_rows import StateSizes
-from dsv4_backend.replay.faults import inject
+from dsv4_backend import CacheGeometry
+from dsv4_backend.replay import Step
 from dsv4_backend.replay.image import PlanImage
-from dsv4_backend.replay.ledger import Ledger
-from dsv4_backend.replay.planning import StepPlanner
-from dsv4_backend.replay.step import Admission
-from dsv4_backend.replay.violation import Findings
-
-CPU = torch.device("cpu")
-
-
-class Bench:
-    """A pool, a ledger and the planner, driven step by step; request k has the lengths that the test gives it."""
-
-    def __init__(self, drafts: int = 0, geom: CacheGeometry | None = None) -> None:
-        self.geom = geom or CacheGeometry.for_drafts(drafts)
-        self.pool = PagePool(
-            page_size=256,
-            window_page_size=self.geom.swa_page_size,
-            num_pages=64,
-            num_window_pages=64,
-            max_requests=9,
-            max_len=3000,
-            seed=3,
-        )
-        self.pool.take_fresh_window_pages()
-        sizes = StateSizes(self.geom.swa_page_size, self.geom.c4_ring, self.geom.c128_ring)
-        self.ledger = Ledger(self.pool.req_to_token, self.pool.full_to_swa, sizes, 64)
-        self.tables = RequestTables(torch.from_numpy(self.pool.req_to_token), torch.from_numpy(self.pool.full_to_swa))
-        self.rows: list[int] = []
-        self.lengths: list[int] = []
-        self.joined: list[Admission] = []
-        self.steps = 0
-
-    def join(self, chain: tuple[int, ...] = (), shared: tuple[int, ...] = ()) -> int:
-        row = self.pool.open(shared, self.geom.window)
-        self.joined.append(Admission(row, len(self.rows), chain, len(shared) * 256))
-        self.rows.append(row)
-        self.lengths.append(len(shared) * 256)
-        return len(self.rows) - 1
-
-    def step(self, mode: StepMode, extends: dict[int, int], num_rows: int | None = None) -> Step:
-        """Makes a step, with request -> rows, and begins it."""
-        who = list(extends)
-        for k in who:
-            assert self.pool.grow(self.rows[k], self.lengths[k] + extends[k])
-        slots = [self.pool.slots(self.rows[k], self.lengths[k], self.lengths[k] + extends[k]) for k in who]
-        step = Step(
-            index=self.steps,
-            mode=mode,
-            requests=np.array(who),
-            req_pool_indices=np.array([self.rows[k] for k in who]),
-            before=np.array([self.lengths[k] for k in who]),
-            extend_lens=np.array([extends[k] for k in who]),
-            out_cache_loc=np.concatenate(slots).astype(np.int64),
-            num_rows=num_rows or sum(extends.values()),
-            admitted=tuple(self.joined),
-            fresh_window_pages=self.pool.take_fresh_window_pages(),
-        )
-        self.joined.clear()
-        self.steps += 1
-        self.ledger.begin(step)
-        return step
-
-    def plan(self, step: Step) -> PlanImage:
-        return StepPlanner(self.geom, "torch", CPU).plan(step, self.tables).image
-
-    def run(
-        self,
-        mode: StepMode,
-        extends: dict[int, int],
-        accepts: dict[int, int] | None = None,
-        change: Callable[[PlanImage], None] | None = None,
-        num_rows: int | None = None,
-    ) -> Findings:
-        """Plans and checks a step; commits it, wrong or not."""
-        step = self.step(mode, extends, num_rows)
-        image = self.plan(step)
-        if change is not None:
-            change(image)
-        stay = np.array([(accepts or extends)[k] for k in extends])
-        found = self.ledger.check(step, image, stay)
-        self.ledger.commit()
-        for k, accepted in zip(extends, stay.tolist(), strict=True):
-            self.lengths[k] += accepted
-        return found
-
-
-def kinds(found: Findings) -> set[str]:
-    return {violation.kind for violation in found.kept}
-
-
-def silent(found: Findings) -> None:
-    assert found.count == 0, [violation.message for violation in found.kept]
-
-
-EXTEND, DECODE, VERIFY = StepMode.EXTEND, StepMode.DECODE, StepMode.TARGET_VERIFY
+from dsv4_backend.replay.plan_faults import PLAN_FAULTS
+from ledger_bench import DECODE, EXTEND, VERIFY, Bench, kinds, silent
 
 
 @pytest.mark.parametrize("borders", [(1, 3, 4), (5, 127, 128), (129, 255, 256), (257, 511, 513)])
@@ -348,12 +253,12 @@ EXPECTED_KIND = {
 
 
 def test_every_fault_has_a_case() -> None:
-    assert set(EXPECTED_KIND) == set(FAULTS)
-    assert len(FAULTS) >= 10
+    assert set(EXPECTED_KIND) == set(PLAN_FAULTS)
+    assert len(PLAN_FAULTS) >= 10
 
 
 @pytest.mark.parametrize("scene", [_prefill, _verify, _decode])
-@pytest.mark.parametrize("fault", FAULTS)
+@pytest.mark.parametrize("fault", PLAN_FAULTS)
 def test_the_ledger_reports_every_fault(fault: str, scene: Callable[[Bench], Step]) -> None:
     bench = Bench(4 if scene is _verify else 0)
     for _ in range(4):
@@ -361,7 +266,7 @@ def test_the_ledger_reports_every_fault(fault: str, scene: Callable[[Bench], Ste
     step = scene(bench)
     image = bench.plan(step)
     silent(bench.ledger.check(step, image, step.extend_lens))
-    applied = inject(fault, image, step)
+    applied = PLAN_FAULTS[fault](image, step)
     assert applied == (scene is not _decode or fault in DECODE_FAULTS)
     found = bench.ledger.check(step, image, step.extend_lens)
     if not applied:
@@ -375,14 +280,14 @@ def test_the_ledger_reports_every_fault(fault: str, scene: Callable[[Bench], Ste
         assert any(violation.request >= 0 and violation.position >= 0 for violation in found.kept)
 
 
-@pytest.mark.parametrize("fault", FAULTS)
+@pytest.mark.parametrize("fault", PLAN_FAULTS)
 def test_a_fault_without_effect_leaves_the_plan_alone(fault: str) -> None:
     """One request, one row that completes nothing, no padding."""
     bench = Bench()
     bench.join()
     step = bench.step(EXTEND, {0: 1})
     image, untouched = bench.plan(step), bench.plan(step)
-    if not inject(fault, image, step):
+    if not PLAN_FAULTS[fault](image, step):
         assert image.header is not None
         assert np.array_equal(image.header, untouched.header)
         for ratio, lists in image.lists.items():
@@ -455,4 +360,4 @@ def test_the_ledger_shares_no_code_with_what_it_judges() -> None:
                 if module.startswith("dsv4_"):
                     assert module.startswith("dsv4_backend.replay."), f"{name}.py imports {module}"
                     pending += {module.split(".")[2]} - seen
-    assert {"ledger", "plan_checks", "batch_rows", "image"} <= seen
+    assert {"ledger", "plan_checks", "batch_rows", "image", "metadata_checks", "metadata_rows", "contents"} <= seen

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
 from backends import each_backend
-from dsv4_backend import RequestTables, planner
+from dsv4_backend import AttnMetadata, MetadataBuilder, RawBatch, RequestTables, planner
+from dsv4_backend.reference import metadata as reference
 from dsv4_backend.replay import (
     FAULTS,
     PagePool,
@@ -26,8 +29,11 @@ from dsv4_backend.replay import (
     replay_trace,
     synthetic_trace,
 )
+from dsv4_backend.replay.building import raw_batch
+from dsv4_backend.replay.builds import BuildMode, builds_of
+from dsv4_backend.replay.plan_faults import PLAN_FAULTS
 from dsv4_backend.replay.planning import TableMirror
-from dsv4_backend.replay.scheduler import Scheduler
+from dsv4_backend.replay.scheduler import Scheduler, bucket_rows
 
 TINY = {"num_pages": 22, "num_window_pages": 7}
 
@@ -56,7 +62,7 @@ def finish(requests: list[TraceRequest], **settings: object) -> ReplayResult:
 @pytest.mark.parametrize("drafts", [0, 1, 2, 4, 10])
 @pytest.mark.parametrize("pool", [{}, TINY], ids=["roomy", "tiny"])
 def test_drafts(drafts: int, pool: dict[str, int]) -> None:
-    result = finish(synthetic_trace(18, seed=drafts), drafts=drafts, **pool)
+    result = finish(synthetic_trace(12, seed=drafts), drafts=drafts, **pool)
     assert (StepMode.TARGET_VERIFY in result.modes) == (drafts > 0)
     assert (StepMode.DECODE in result.modes) == (drafts == 0)
     assert pool or not result.retracted
@@ -66,27 +72,28 @@ def test_drafts(drafts: int, pool: dict[str, int]) -> None:
 @pytest.mark.parametrize("chunk_size", [7, 64, 1000])
 @pytest.mark.parametrize(("drafts", "mixed"), [(0, False), (0, True), (4, False)])
 def test_chunks(chunk_size: int, drafts: int, mixed: bool) -> None:
-    trace = [request for request in synthetic_trace(80, seed=1) if request.input_length < 100 * chunk_size][:8]
+    trace = [request for request in synthetic_trace(80, seed=1) if request.input_length < 100 * chunk_size][:6]
     result = finish(trace, chunk_size=chunk_size, drafts=drafts, mixed=mixed)
     prompts = [rows for rows, mode in zip(result.rows, result.modes, strict=True) if mode is StepMode.EXTEND]
     assert max(prompts) <= chunk_size + (8 if mixed else 0)
 
 
 def test_a_tiny_pool_puts_requests_back_and_still_serves_prefixes() -> None:
-    results = [finish(synthetic_trace(18, seed=0), drafts=drafts, **TINY) for drafts in (0, 4, 10)]
+    pool = {"num_pages": 18, "num_window_pages": 7}
+    results = [finish(synthetic_trace(10, seed=0), drafts=drafts, **pool) for drafts in (0, 10)]
     assert all(result.retracted for result in results)
     assert all(result.hit_tokens for result in results)
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", range(2))
 def test_seeds(seed: int) -> None:
-    finish(synthetic_trace(12, seed), drafts=3, seed=seed, max_running=7, **TINY)
-    finish(synthetic_trace(12, seed), mixed=True, seed=seed, max_running=7, chunk_size=300, **TINY)
+    finish(synthetic_trace(9, seed), drafts=3, seed=seed, max_running=7, **TINY)
+    finish(synthetic_trace(9, seed), mixed=True, seed=seed, max_running=7, chunk_size=300, **TINY)
 
 
 def test_the_smallest_window_pool_that_is_allowed_works() -> None:
     for drafts in (0, 10):
-        finish(synthetic_trace(8, seed=3), drafts=drafts, num_window_pages=2, num_pages=22)
+        finish(synthetic_trace(5, seed=3), drafts=drafts, num_window_pages=2, num_pages=22)
 
 
 def test_a_chunk_above_the_packed_limit_uses_the_wide_layout() -> None:
@@ -97,7 +104,7 @@ def test_a_chunk_above_the_packed_limit_uses_the_wide_layout() -> None:
 
 def test_equal_settings_give_equal_runs() -> None:
     first, second, other = (
-        finish(synthetic_trace(8, seed=5), drafts=4, seed=seed, max_running=4) for seed in (1, 1, 2)
+        finish(synthetic_trace(5, seed=5), drafts=4, seed=seed, max_running=3) for seed in (1, 1, 2)
     )
     assert (first.rows, first.modes) == (second.rows, second.modes)
     assert first.rows != other.rows
@@ -246,14 +253,22 @@ def test_a_request_that_is_put_back_is_next_and_goes_on_with_its_own_lengths() -
     assert longest == {0: 1099, 1: 1099, 2: 1099, 3: 14}
 
 
-@pytest.mark.parametrize(("drafts", "mixed"), [(0, False), (4, False), (0, True)])
+ONLY_WITH_DRAFTS = {"first_slots", "unpadded_slots", "frozen_steps", "committed_length", "negative_padding"}
+
+
+@pytest.mark.parametrize(("drafts", "mixed"), [(0, False), (4, False), (0, True)], ids=["decode", "drafts", "mixed"])
 @pytest.mark.parametrize("fault", FAULTS)
 def test_faults_end_a_replay_and_their_step_can_be_replayed_alone(
     fault: str, drafts: int, mixed: bool, tmp_path: Path
 ) -> None:
     # Short chunks: state is read and buckets are padded before long.
-    options = ReplayOptions(drafts=drafts, mixed=mixed, fault=fault, chunk_size=700)
-    result = replay_trace(synthetic_trace(20, seed=2), options)
+    pool = {"num_pages": 200, "num_window_pages": 100}
+    options = ReplayOptions(drafts=drafts, mixed=mixed, fault=fault, chunk_size=700, **pool)
+    result = replay_trace(synthetic_trace(12, seed=2), options)
+    if fault in ONLY_WITH_DRAFTS and not drafts:
+        assert result.fault_step is None
+        assert not result.violation_count
+        return
     assert result.fault_step is not None
     assert result.violation_count
     assert result.violating_step is not None
@@ -266,23 +281,118 @@ def test_faults_end_a_replay_and_their_step_can_be_replayed_alone(
     assert replace(saved, fault=None).replay("torch", torch.device("cpu")).count == 0
 
 
-def test_a_broken_planner_is_caught_and_its_step_file_tells_when_it_is_mended(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    """The planner forgets the requests' ids in batches of a certain size."""
+def test_there_are_faults_of_both_kinds() -> None:
+    assert set(PLAN_FAULTS) < set(FAULTS)
+    assert len(set(FAULTS) - set(PLAN_FAULTS)) >= 10
+    assert len(FAULTS) == len(set(FAULTS))
 
-    def broken(seq_lens: torch.Tensor, extend_lens: torch.Tensor, req: torch.Tensor, *rest: object, **more: object):
+
+def break_builder(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It takes the requests of batches of a certain size in another order."""
+    requests = reference._requests
+
+    def broken(batch: RawBatch, *rest: Any) -> reference.Requests:
+        found = requests(batch, *rest)
+        return found._replace(req=found.req.flip(0)) if len(found.req) == 5 else found
+
+    monkeypatch.setattr(reference, "_requests", broken)
+
+
+def break_planner(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It forgets the requests' ids in batches of a certain size."""
+
+    def broken(seq_lens: torch.Tensor, extend_lens: torch.Tensor, req: torch.Tensor, *rest: Any, **more: Any):
         return planner.plan_prefill(seq_lens, extend_lens, req.flip(0) if len(req) == 5 else req, *rest, **more)
 
     monkeypatch.setattr(planning, "plan_prefill", broken)
+
+
+def break_draft_builder(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It refuses drafts of five requests."""
+    build = MetadataBuilder.build_draft_steps
+
+    def broken(self: MetadataBuilder, batch: RawBatch, *rest: Any, **more: Any) -> list[AttnMetadata]:
+        if batch.batch_size == 5:
+            raise ValueError("no five today")
+        return build(self, batch, *rest, **more)
+
+    monkeypatch.setattr(MetadataBuilder, "build_draft_steps", broken)
+
+
+@pytest.mark.parametrize(
+    ("break_it", "kinds"),
+    [
+        (break_builder, {"row_request", "page", "window_slot", "write_loc", "other_plan"}),
+        (break_planner, {"other_plan"}),
+        (break_draft_builder, {"refused"}),
+    ],
+    ids=["builder", "planner", "refusal"],
+)
+def test_what_is_broken_is_caught_and_its_step_file_tells_when_it_is_mended(
+    break_it: Callable[[pytest.MonkeyPatch], None],
+    kinds: set[str],
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+) -> None:
+    break_it(monkeypatch)
     result = replay_trace(synthetic_trace(12, seed=4), ReplayOptions(drafts=4, max_running=6))
-    assert {violation.kind for violation in result.violations} >= {"write_loc"}
+    assert {violation.kind for violation in result.violations} >= kinds
     assert result.violating_step is not None
     path = tmp_path / "step.npz"
     result.violating_step.save(path)
     assert load_step(path).replay("torch", torch.device("cpu")).count == result.violation_count
     monkeypatch.undo()
     assert load_step(path).replay("torch", torch.device("cpu")).count == 0
+
+
+def test_all_that_belongs_to_a_step_is_built() -> None:
+    result = finish(synthetic_trace(30, seed=2), drafts=4)
+    verify = result.modes.count(StepMode.TARGET_VERIFY)
+    counts = Counter(cost.mode for cost in result.builds)
+    assert counts == {
+        BuildMode.EXTEND: result.modes.count(StepMode.EXTEND),
+        BuildMode.TARGET_VERIFY: verify,
+        BuildMode.DRAFT_EXTEND: verify,
+        BuildMode.DRAFT_DECODE: verify,
+        BuildMode.IDLE: len(result.modes) // 16,
+    }
+    own = {mode.value for mode in StepMode}
+    assert [cost.microseconds for cost in result.builds if cost.mode.value in own] == result.build_us
+    assert all(cost.rows > 0 and cost.microseconds > 0 for cost in result.builds)
+
+
+def test_builds_come_in_all_their_forms() -> None:
+    forms: set[tuple[str, bool, bool, int, bool]] = set()
+    padding: set[tuple[str, bool, bool]] = set()
+    for step, *_ in steps_of(synthetic_trace(30), width=4):
+        builds = builds_of(step)
+        forms |= {(b.mode.value, b.padded, b.ragged, b.chain, b.frozen) for b in builds}
+        padding |= {(b.mode.value, b.padded, b.padding_requests > 0) for b in builds}
+        for build in builds:
+            batch = raw_batch(build, step, torch.device("cpu"))
+            assert (batch.req_pool_indices == 0).sum() == build.padding_requests or build.chain
+            assert not build.padding_requests or batch.num_rows == build.num_rows
+    modes = ("TARGET_VERIFY", "DRAFT_EXTEND")
+    assert forms >= {(mode, padded, ragged, 0, False) for mode in modes for padded in (0, 1) for ragged in (0, 1)}
+    drafts = {(chain, frozen, padded) for mode, padded, _, chain, frozen in forms if mode == "DRAFT_DECODE"}
+    assert drafts == {(chain, frozen, padded) for chain in (3, 4) for frozen in (0, 1) for padded in (0, 1)}
+    assert {(padded, ragged) for mode, padded, ragged, *_ in forms if mode == "EXTEND"} == {(0, 1), (1, 1)}
+    three = {(False, False), (True, False), (True, True)}
+    for mode in ("EXTEND", *modes):
+        assert {form[1:] for form in padding if form[0] == mode} == three
+
+
+@pytest.mark.parametrize(
+    ("mode", "width", "expected"),
+    [
+        (StepMode.EXTEND, 1, {1: 64, 64: 64, 65: 96, 96: 96, 97: 128, 129: 192, 193: 256, 6145: 8192, 8193: 12288}),
+        (StepMode.TARGET_VERIFY, 3, {1: 12, 12: 12, 13: 24}),
+        (StepMode.DECODE, 0, {1: 8, 8: 8, 9: 16}),
+    ],
+    ids=lambda value: value.value if isinstance(value, StepMode) else None,
+)
+def test_buckets(mode: StepMode, width: int, expected: dict[int, int]) -> None:
+    assert {rows: bucket_rows(mode, rows, width) for rows in expected} == expected
 
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])

@@ -8,12 +8,15 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 import typer
 from typer.testing import CliRunner, Result
 
 from dsv4_backend import installed
 from dsv4_backend.commands import replay as command
-from dsv4_backend.replay import FAULTS, synthetic_trace
+from dsv4_backend.replay import synthetic_trace
+from dsv4_backend.replay.metadata_faults import METADATA_FAULTS
+from dsv4_backend.replay.plan_faults import PLAN_FAULTS
 
 app = typer.Typer(pretty_exceptions_enable=False)
 app.command("replay")(command.replay)
@@ -36,7 +39,10 @@ def write_trace(path: Path, count: int = 4) -> Path:
 def test_a_clean_run_ends_with_a_table(tmp_path: Path) -> None:
     result = run("--trace", write_trace(tmp_path / "t.jsonl"), "--drafts", 4)
     assert result.exit_code == 0, result.output
-    for part in ("4 of 4", "TARGET_VERIFY", "compress rows c128", "prefix-hit tokens", "p50 / p99", "violations"):
+    for part in (
+        *("4 of 4", "TARGET_VERIFY", "compress rows c128", "prefix-hit tokens", "violations"),
+        *("plan, p50 / p99", "metadata DRAFT_DECODE: rows checked", "build DRAFT_EXTEND, p50 / p99"),
+    ):
         assert part in result.stdout
     assert result.stderr == "", "no bar where nobody watches"
     assert not list(tmp_path.glob("*.npz"))
@@ -46,6 +52,23 @@ def test_the_default_trace_needs_no_file() -> None:
     result = run("--requests", 5)
     assert result.exit_code == 0, result.output
     assert "5 of 5" in result.stdout
+
+
+def test_a_replay_takes_one_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen, replay_trace = [], command.replay_trace
+
+    def watched(*args: object) -> object:
+        seen.append(torch.get_num_threads())
+        return replay_trace(*args)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(command, "replay_trace", watched)
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        assert run("--requests", 1).exit_code == 0
+        assert (seen, torch.get_num_threads()) == ([1], 2)
+    finally:
+        torch.set_num_threads(before)
 
 
 def test_json_holds_all_numbers_and_where_they_come_from(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -64,6 +87,14 @@ def test_json_holds_all_numbers_and_where_they_come_from(tmp_path: Path, monkeyp
     assert numbers["rows"] == sum(steps["rows"])
     assert numbers["plan_us"]["p50"] <= numbers["plan_us"]["p99"]
     assert numbers["compress_rows"]["c4"] > numbers["compress_rows"]["c128"] > 0
+    builds = {"EXTEND", "DECODE", "IDLE"}
+    assert (
+        set(numbers["build_us_by_mode"]) == set(numbers["metadata_builds"]) == set(numbers["metadata_rows"]) == builds
+    )
+    assert numbers["build_us_by_mode"]["DECODE"]["p50"] <= numbers["build_us_by_mode"]["DECODE"]["p99"]
+    assert {mode: numbers["metadata_builds"][mode] for mode in ("EXTEND", "DECODE")}.items() <= numbers["steps"].items()
+    assert numbers["metadata_rows"]["EXTEND"] + numbers["metadata_rows"]["DECODE"] > numbers["rows"], "padding counts"
+    assert len(steps["build_us"]) == len(steps["plan_us"])
     assert [path.name for path in tmp_path.iterdir()] == ["out.json"], "no temporary file is left"
 
 
@@ -73,11 +104,12 @@ def test_plot_is_a_picture(tmp_path: Path) -> None:
     assert out.read_bytes().startswith(b"\x89PNG")
 
 
-def test_a_violation_leaves_a_step_file_beside_the_json(tmp_path: Path) -> None:
-    result = run("--requests", 8, "--drafts", 4, "--inject", "wrong_page", "--json", tmp_path / "out.json")
+@pytest.mark.parametrize(("fault", "kind"), [("wrong_page", "stale_read"), ("first_slots", "write_slot")])
+def test_a_violation_leaves_a_step_file_beside_the_json(fault: str, kind: str, tmp_path: Path) -> None:
+    result = run("--requests", 8, "--drafts", 4, "--inject", fault, "--json", tmp_path / "out.json")
     assert result.exit_code == 1
     first = result.stderr.splitlines()[0]
-    assert "stale_read" in first
+    assert kind in first
     assert "request" in first
     (step_file,) = tmp_path.glob("dsv4-violation-step*.npz")
     assert f"dsv4 replay --step {step_file}" in result.stderr.replace("\n", " ")
@@ -87,7 +119,7 @@ def test_a_violation_leaves_a_step_file_beside_the_json(tmp_path: Path) -> None:
 
     again = run("--step", step_file)
     assert again.exit_code == 1
-    assert "with the fault wrong_page" in again.stdout
+    assert f"with the fault {fault}" in again.stdout
     assert again.stderr.splitlines()[0] == first
 
 
@@ -132,12 +164,14 @@ def broken_files(folder: Path) -> dict[str, Path]:
         "format": changed("format", meta=np.array(json.dumps(meta | {"format": "later"}))),
         "fault": changed("fault", meta=np.array(json.dumps(meta | {"fault": "gremlin"}))),
         "mode": changed("mode", meta=np.array(json.dumps(meta | {"mode": "NAP"}))),
+        "bucket": changed("bucket", meta=np.array(json.dumps(meta | {"num_rows": 0}))),
         "lengths": changed("lengths", extend_lens=arrays["extend_lens"] + 1),
         "rows": changed("rows", req_pool_indices=arrays["req_pool_indices"] + 1000),
         "accepts": changed("accepts", accepts=arrays["accepts"] + 1),
         "slots": changed("slots", table=arrays["table"] + 2**30),
         "window": changed("window", full_to_swa=arrays["full_to_swa"] + 2**40),
         "ledger": changed("ledger", ledger_recent=np.zeros((2, 2), np.int64)),
+        "contents": changed("contents", ledger_entries=np.zeros(2, np.int64)),
     }
 
 
@@ -157,9 +191,14 @@ def test_a_fault_that_never_has_an_effect_is_an_error(tmp_path: Path) -> None:
     assert "error: --inject wrong_page: expected a step on which it has an effect, got none" in result.stderr
 
 
-def test_a_fault_that_goes_unnoticed_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(FAULTS, "dropped_row", lambda plan, step: True)
-    result = run("--requests", 3, "--inject", "dropped_row")
+@pytest.mark.parametrize(
+    ("faults", "fault"), [(PLAN_FAULTS, "dropped_row"), (METADATA_FAULTS, "stale_page")], ids=["plan", "metadata"]
+)
+def test_a_fault_that_goes_unnoticed_is_an_error(
+    faults: dict[str, object], fault: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(faults, fault, lambda images, step: True)
+    result = run("--requests", 3, "--inject", fault)
     assert result.exit_code == 1
     assert "went unnoticed" in result.stderr
 

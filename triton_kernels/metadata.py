@@ -239,10 +239,10 @@ def _build_metadata_kernel(
     swa_out, out_outside = _translate(slot, full_to_swa_ptr, num_slots, inside)
     if HAS_DECODE_PLAN:
         if HAS_C4:
-            own_slot, _own_outside = _swa_slot(
+            own_slot, own_outside = _swa_slot(
                 req_to_token_ptr, row_stride, full_to_swa_ptr, num_slots, req, position, inside
             )
-            previous_slot, _previous_outside = _swa_slot(
+            previous_slot, previous_outside = _swa_slot(
                 req_to_token_ptr, row_stride, full_to_swa_ptr, num_slots, req, tl.maximum(position - 4, 0), inside
             )
 
@@ -284,6 +284,8 @@ def _build_metadata_kernel(
             own = _c4_state_loc(own_slot, SWA_PAGE, C4_RING)
             previous = _c4_state_loc(previous_slot, SWA_PAGE, C4_RING)
             _store_words(c4_plan_ptr, out_row, inside, length, own, previous // 4, own // 4)
+            # A window narrower than the read window does not hold these.
+            tl.store(error_ptr + row * 0, ERROR_SLOT, mask=own_outside | previous_outside)
         if HAS_C128:
             req_32 = req.to(tl.int32)
             own = req_32 * C128_RING + position % C128_RING
@@ -378,7 +380,7 @@ def bind(*, steps: Any, tables: Any, geom: Any, max_seq_len: int) -> Callable[[A
                 geom=geom,
                 num_rows=steps.num_rows,
                 out=steps.plan,
-                layout=RowLayout(num_batch_rows, steps.max_extend, steps.seq_before, *rows),
+                layout=RowLayout(num_batch_rows, steps.max_extend, max_seq_len, steps.seq_before, *rows),
             )
         programs = -(-steps.num_rows // ROWS) + (-(-(batch_size + 1) // ROWS) if per_request else 0)
         if programs == 0:

@@ -109,6 +109,7 @@ class RowLayout(NamedTuple):
     Args:
         num_batch_rows: rows that the batch has slots for; more make all of it padding.
         extend_limit: most rows of a request.
+        max_seq_len: longest length of a request, at most the columns of the table.
         seq_before: `seq_lens` come without the rows of the batch.
         row_req: int64 [num_rows], written: request of each row, 0 for padding; None: not wanted, as for the others.
         row_position: int32 [num_rows], written.
@@ -117,6 +118,7 @@ class RowLayout(NamedTuple):
 
     num_batch_rows: int
     extend_limit: int
+    max_seq_len: int
     seq_before: bool
     row_req: torch.Tensor | None = None
     row_position: torch.Tensor | None = None
@@ -178,7 +180,7 @@ def plan_prefill(
         req_to_token,
         row_stride,
         tables.num_requests,
-        tables.max_seq_len,
+        tables.max_seq_len if layout is None else layout.max_seq_len,
         tables.full_to_swa,
         tables.num_slots,
         out.header,
@@ -188,7 +190,7 @@ def plan_prefill(
         c4.write_words if c4 else out.header,
         c128.compress_words if c128 else out.header,
         c128.write_words if c128 else out.header,
-        *((None,) * 5 if layout is None else (*layout[:2], *layout[3:])),
+        *((None,) * 5 if layout is None else (*layout[:2], *layout[4:])),
     )
 
     def constants() -> dict[str, Any]:

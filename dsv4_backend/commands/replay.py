@@ -1,8 +1,10 @@
-"""`dsv4 replay`: a serving trace through scheduler steps, with every plan checked."""
+"""`dsv4 replay`: a serving trace through scheduler steps, with every plan and all metadata checked."""
 
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated
 
@@ -47,10 +49,10 @@ def replay(
         Path | None, typer.Option(help="Replay the one step in this file, left by a violation.", metavar="FILE")
     ] = None,
     inject: Annotated[
-        str | None, typer.Option(help=f"Break one plan on purpose: {', '.join(FAULTS)}.", metavar="FAULT")
+        str | None, typer.Option(help=f"Break a plan or metadata on purpose: {', '.join(FAULTS)}.", metavar="FAULT")
     ] = None,
 ) -> None:
-    """Run a serving trace through scheduler steps; plan every step and check every plan.
+    """Run a serving trace through scheduler steps; build the plan and metadata of every step, and check both.
 
     Exit code 1: a violation; a step file is left beside --json, or here. 2: bad input, found before anything runs.
     """
@@ -80,7 +82,8 @@ def replay(
                 check_writable(path)
         work = synthetic_trace(requests or 100, seed) if trace is None else load_trace(trace, requests)
         options.check_trace(work)
-    result = _run(work, options)
+    with _one_thread():
+        result = _run(work, options)
     Console(highlight=False).print(summary_table(result, where))
     with clean_errors():
         name = "made-up trace" if trace is None else trace.name
@@ -89,6 +92,17 @@ def replay(
         if plot is not None:
             write_plot(plot, result, f"{name}, {len(work):,} requests, {drafts} drafts, impl {chosen} on {where}")
     _finish(result, options, json)
+
+
+@contextmanager
+def _one_thread() -> Iterator[None]:
+    """Builds on a CPU are small: on a busy machine, threads that wait for each other take far longer than the work."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
 
 
 def _run(work: list[TraceRequest], options: ReplayOptions) -> ReplayResult:
@@ -129,7 +143,8 @@ def _finish(result: ReplayResult, options: ReplayOptions, json: Path | None) -> 
 def _replay_step(path: Path, impl: str, device: torch.device) -> None:
     with clean_errors():
         saved = load_step(path)
-        found = saved.replay(impl, device)
+        with _one_thread():
+            found = saved.replay(impl, device)
     fault = f" with the fault {saved.fault}" if saved.fault else ""
     typer.echo(f"step {saved.step.index}, {saved.step.mode.value}, {saved.step.total_rows} rows{fault}, impl {impl}")
     if found.count:

@@ -1,4 +1,4 @@
-"""Serving traces through scheduler steps: every step is planned, and every plan is checked with bookkeeping of its own.
+"""Serving traces through scheduler steps: all that is built for a step is checked with bookkeeping of its own.
 
 `replay_trace` is the entry point; `PagePool` and `PrefixCache` also serve on their own.
 """

@@ -42,18 +42,24 @@ def describe_tag(tag: int) -> str:
 
 
 @dataclass(frozen=True)
-class StateSizes:
-    """Plain sizes of the state pools.
+class CacheSizes:
+    """Plain sizes of the cache and of the state pools.
 
     Args:
+        page_size: tokens of a page of the full pool.
         window_page_size: tokens of a window page.
+        window: tokens that a row sees, itself included; at most TAIL.
         c4_ring: state rows of a window page.
         c128_ring: state rows of a request.
+        index_topk: ratio-4 entries that the indexer selects for a row, at most.
     """
 
+    page_size: int
     window_page_size: int
+    window: int
     c4_ring: int
     c128_ring: int
+    index_topk: int
 
 
 class BatchRows:
@@ -68,6 +74,7 @@ class BatchRows:
 
     Attributes:
         owner, offset, position, tag: int64 [T]. Place in the batch of the row's request, place among its rows, token.
+        starts: int64 [B], each request's first row.
     """
 
     def __init__(
@@ -77,13 +84,13 @@ class BatchRows:
         chains: np.ndarray,
         req_to_token: np.ndarray,
         full_to_swa: np.ndarray,
-        sizes: StateSizes,
+        sizes: CacheSizes,
     ) -> None:
         self.step, self.sizes = step, sizes
-        self._recent, self._req_to_token, self._full_to_swa = recent, req_to_token, full_to_swa
-        self._starts = np.cumsum(step.extend_lens) - step.extend_lens
+        self._recent, self.req_to_token, self.full_to_swa = recent, req_to_token, full_to_swa
+        self.starts = np.cumsum(step.extend_lens) - step.extend_lens
         self.owner = np.repeat(np.arange(len(step.before)), step.extend_lens)
-        self.offset = np.arange(len(self.owner)) - self._starts[self.owner]
+        self.offset = np.arange(len(self.owner)) - self.starts[self.owner]
         self.position = step.before[self.owner] + self.offset
         block = chains[step.req_pool_indices[self.owner], self.position // BLOCK_TOKENS]
         private = private_tags(step.index, step.requests[self.owner], self.position)
@@ -96,14 +103,14 @@ class BatchRows:
     def token_at(self, owner: np.ndarray, position: np.ndarray) -> np.ndarray:
         """Tags of tokens of the batch's requests: of the batch itself, or of the last TAIL before it."""
         in_batch = position >= self.step.before[owner]
-        row = np.where(in_batch, self._starts[owner] + position - self.step.before[owner], 0)
+        row = np.where(in_batch, self.starts[owner] + position - self.step.before[owner], 0)
         return np.where(
             in_batch, self.tag[row], self._recent[self.step.req_pool_indices[owner], np.maximum(position, 0) % TAIL]
         )
 
     def window_slot(self, owner: np.ndarray, position: np.ndarray) -> np.ndarray:
         """Window slots of tokens, by the tables; 0 where there is none."""
-        return self._full_to_swa[self._req_to_token[self.step.req_pool_indices[owner], np.maximum(position, 0)]]
+        return self.full_to_swa[self.req_to_token[self.step.req_pool_indices[owner], np.maximum(position, 0)]]
 
     def state_row(self, ratio: int, owner: np.ndarray, position: np.ndarray) -> np.ndarray:
         """State rows of tokens: by window page for ratio 4, by request for ratio 128 (docs/plans.md)."""

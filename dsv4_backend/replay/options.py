@@ -10,6 +10,8 @@ import torch
 from dsv4_backend.geometry import CacheGeometry
 from dsv4_backend.replay.batch_rows import MAX_POSITION, MAX_REQUESTS
 from dsv4_backend.replay.faults import check_fault
+from dsv4_backend.replay.scheduler import bucket_rows
+from dsv4_backend.replay.step import StepMode
 from dsv4_backend.replay.trace import BLOCK_TOKENS, TraceRequest
 
 
@@ -22,8 +24,8 @@ class ReplayOptions:
         chunk_size: prompt tokens of a step.
         max_running: requests that hold a row at a time.
         seed: page order, row order and accept lengths.
-        impl: the planner's implementation.
-        device: where plans are made.
+        impl: implementation of planner and metadata.
+        device: where both are made.
         mixed: running requests join prompt steps with a row each; needs `drafts` 0.
         num_pages, num_window_pages: pages of the full and of the window pool.
         fault: name of a fault to inject once, at the first step where it has an effect; None for none.
@@ -58,6 +60,16 @@ class ReplayOptions:
     def geometry(self) -> CacheGeometry:
         """Cache geometry for these drafts; ValueError if no ring holds so many."""
         return CacheGeometry.for_drafts(self.drafts)
+
+    def max_rows(self, requests: Sequence[TraceRequest]) -> int:
+        """The most rows that a step of this trace can have, padding included."""
+        running = min(self.max_running, len(requests))
+        prompts = min(self.chunk_size, sum(request.cached_tokens for request in requests))
+        return max(
+            bucket_rows(StepMode.EXTEND, prompts + (running if self.mixed else 0), 1),
+            bucket_rows(StepMode.TARGET_VERIFY, running * max(1, self.drafts), self.drafts),
+            bucket_rows(StepMode.DECODE, running, 1),
+        )
 
     def check_trace(self, requests: Sequence[TraceRequest]) -> None:
         """Raises ValueError if there is no request, or one that can never fit."""

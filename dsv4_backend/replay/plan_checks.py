@@ -13,6 +13,7 @@ WINDOW_ROWS = {4: 8, 128: 128}
 
 _COMPRESS_MARKER = {"seq_len": UNUSED, "ragged_id": 0, "buffer_len": 0, "read_page_0": -1, "read_page_1": -1}
 _WRITE_MARKER = {"ragged_id": UNUSED, "write_loc": -1}
+_PADDING = (1, 0, 0, 0)
 
 
 def check_lists(rows: BatchRows, ratio: int, image: RatioImage, state: np.ndarray, found: Findings) -> np.ndarray:
@@ -47,13 +48,17 @@ def check_lists(rows: BatchRows, ratio: int, image: RatioImage, state: np.ndarra
 def check_decode(rows: BatchRows, ratio: int, image: np.ndarray, state: np.ndarray, found: Findings) -> np.ndarray:
     """Checks the rows of a decode plan and applies the writes, which kernels do before they compress.
 
-    Arguments and result as for `check_lists`; `image` is structured [B].
+    Arguments and result as for `check_lists`; `image` is structured [num_rows]. Rows of the padded bucket are those of
+    the reserved request 0 with length 1.
     """
-    batch = len(rows.step.before)
-    if len(image) != batch:
+    batch, room = len(rows.step.before), rows.step.num_rows
+    if len(image) != room:
         wrong = np.ones(1, bool)
-        found.add("plan_size", ratio, wrong, expected=f"{batch} rows", got=str(len(image)))
+        found.add("plan_size", ratio, wrong, expected=f"{room} rows", got=str(len(image)))
         return np.zeros(0, np.int64)
+    padding, image = image[batch:], image[:batch]
+    dirty = padding != np.array(_PADDING, image.dtype)
+    found.add("padding_row", ratio, dirty, expected=f"the padding row {_PADDING}", got=padding)
     ids = np.arange(batch)
     request, position = rows.request(ids), rows.position
     seq_len, write_loc = image["seq_len"].astype(np.int64), image["write_loc"].astype(np.int64)
@@ -89,9 +94,11 @@ def check_state(rows: BatchRows, ratio: int, state: np.ndarray, found: Findings)
     )
 
 
-def check_header(rows: BatchRows, header: np.ndarray, lists: dict[int, RatioImage], found: Findings) -> None:
-    """Checks the eight numbers that sum a plan up against the batch and the lists."""
-    extend = rows.step.extend_lens
+def check_header(
+    rows: BatchRows, header: np.ndarray, lists: dict[int, RatioImage], padding_requests: int, found: Findings
+) -> None:
+    """Checks the eight numbers that sum a plan up against the batch and the lists; padding requests have no rows."""
+    extend = np.append(rows.step.extend_lens, np.zeros(padding_requests, np.int64))
     expected = {
         "min_extend": int(extend.min()),
         "max_extend": int(extend.max()),

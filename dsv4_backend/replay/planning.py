@@ -1,19 +1,17 @@
-"""Calls the planner for a step, and keeps a device copy of the slot tables for it."""
+"""Plans a step by the planner alone, and keeps a device copy of the slot tables for it."""
 
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass
 
 import numpy as np
 import torch
 
 from dsv4_backend.geometry import CacheGeometry
 from dsv4_backend.planner import plan_decode, plan_prefill
-from dsv4_backend.plans import DecodePlans, PrefillPlan
+from dsv4_backend.plans import DecodePlan, DecodePlans, PrefillPlan
 from dsv4_backend.replay.image import (
     RATIOS,
-    UNUSED,
     PlanImage,
     RatioImage,
     compress_records,
@@ -23,21 +21,6 @@ from dsv4_backend.replay.image import (
 from dsv4_backend.replay.pool import PagePool
 from dsv4_backend.replay.step import Step, StepMode
 from dsv4_backend.tables import RequestTables
-
-
-@dataclass(frozen=True)
-class PlannedStep:
-    """A plan on the host, and what it cost.
-
-    Args:
-        image: the plan.
-        microseconds: host time of the planner call; on a GPU up to its end there, a synchronisation included.
-        compress_rows: by ratio, rows that complete a group.
-    """
-
-    image: PlanImage
-    microseconds: float
-    compress_rows: dict[int, int]
 
 
 class TableMirror:
@@ -70,59 +53,61 @@ class TableMirror:
 
 
 class StepPlanner:
-    """Plans steps with the planner under test.
+    """Plans steps with the planner, without metadata.
 
     Args:
         geom: cache geometry.
         impl: the planner's implementation.
-        device: where plans are made. On a GPU the lengths lie there, too, as in a captured graph.
+        tables: where the tokens are, and where plans are made. On a GPU the lengths lie there, too, as in a captured
+            graph.
     """
 
-    def __init__(self, geom: CacheGeometry, impl: str, device: torch.device) -> None:
-        self._geom, self._impl, self._device = geom, impl, device
+    def __init__(self, geom: CacheGeometry, impl: str, tables: RequestTables) -> None:
+        self._geom, self._impl, self._tables = geom, impl, tables
 
-    def plan(self, step: Step, tables: RequestTables) -> PlannedStep:
-        """Plans one step."""
-        after = torch.from_numpy(step.after).to(self._device)
-        req = torch.from_numpy(step.req_pool_indices).to(self._device)
-        if step.mode is StepMode.DECODE:
-            start = self._clock()
-            decode = plan_decode(after, req, tables, self._geom, impl=self._impl)
-            cost = self._clock() - start
-            closed = {ratio: int(np.count_nonzero(step.after % ratio == 0)) for ratio in RATIOS}
-            return PlannedStep(_decode_image(decode), cost * 1e6, closed)
-        extend = torch.from_numpy(step.extend_lens).to(self._device)
-        exact = self._device.type == "cpu" and step.num_rows == step.total_rows
+    def plan(self, step: Step, padding_requests: int = 0) -> tuple[PrefillPlan | DecodePlans, float]:
+        """The plan of one step, and the host time of the call in microseconds; on a GPU up to its end there.
+
+        A plan with several rows a request also sees `padding_requests` requests without rows; a decode plan does not.
+        """
+        device, decodes = self._tables.device, step.mode is StepMode.DECODE
+
+        def tensor(values: np.ndarray) -> torch.Tensor:
+            padded = values if decodes else np.append(values, np.zeros(padding_requests, np.int64))
+            return torch.from_numpy(padded).to(device)
+
+        after, req = tensor(step.after), tensor(step.req_pool_indices)
+        if decodes:
+            start = clock(device)
+            decode = plan_decode(after, req, self._tables, self._geom, impl=self._impl)
+            return decode, (clock(device) - start) * 1e6
+        extend = tensor(step.extend_lens)
+        exact = device.type == "cpu" and step.num_rows == step.total_rows
         num_rows = None if exact else step.num_rows
-        start = self._clock()
-        plan = plan_prefill(after, extend, req, tables, self._geom, num_rows=num_rows, impl=self._impl)
-        cost = self._clock() - start
-        image = _prefill_image(plan)
-        closed = {ratio: int(np.count_nonzero(image.lists[ratio].compress["seq_len"] != UNUSED)) for ratio in RATIOS}
-        return PlannedStep(image, cost * 1e6, closed)
-
-    def _clock(self) -> float:
-        if self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)
-        return time.perf_counter()
+        start = clock(device)
+        plan = plan_prefill(after, extend, req, self._tables, self._geom, num_rows=num_rows, impl=self._impl)
+        return plan, (clock(device) - start) * 1e6
 
 
-def _prefill_image(plan: PrefillPlan) -> PlanImage:
-    lists = {}
+def clock(device: torch.device) -> float:
+    """Seconds, once the device has done all that it was given."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter()
+
+
+def plan_image(plan: PrefillPlan | DecodePlans) -> PlanImage:
+    """A plan of both ratios on the host."""
+    lists, decode = {}, {}
     for ratio in RATIOS:
         part = plan.ratio(ratio)
         assert part is not None
-        lists[ratio] = RatioImage(compress_records(part.compress), write_records(part.write))
-    return PlanImage(plan.header.cpu().numpy().copy(), lists, {}, int(plan.error))
-
-
-def _decode_image(plan: DecodePlans) -> PlanImage:
-    rows = {}
-    for ratio in RATIOS:
-        part = plan.ratio(ratio)
-        assert part is not None
-        rows[ratio] = decode_records(part.rows)
-    return PlanImage(None, {}, rows, int(plan.error))
+        if isinstance(part, DecodePlan):
+            decode[ratio] = decode_records(part.rows)
+        else:
+            lists[ratio] = RatioImage(compress_records(part.compress), write_records(part.write))
+    header = plan.header.cpu().numpy().copy() if isinstance(plan, PrefillPlan) else None
+    return PlanImage(header, lists, decode, int(plan.error))
 
 
 def _copy_ranges(source: np.ndarray, target: torch.Tensor, ranges: list[tuple[int, int]]) -> None:

@@ -17,6 +17,7 @@ from rich.table import Table
 
 import dsv4_backend
 from dsv4_backend.files import atomic_file
+from dsv4_backend.replay.builds import BuildMode
 from dsv4_backend.replay.options import ReplayOptions
 from dsv4_backend.replay.runner import ReplayResult
 from dsv4_backend.replay.step import StepMode
@@ -27,6 +28,8 @@ _COLORS = {StepMode.EXTEND: "#1b6ca8", StepMode.DECODE: "#2a9d5c", StepMode.TARG
 def summary(result: ReplayResult) -> dict[str, Any]:
     """The closing numbers by name; times in microseconds or seconds."""
     steps = Counter(mode.value for mode in result.modes)
+    by_mode = {mode: [cost for cost in result.builds if cost.mode is mode] for mode in BuildMode}
+    by_mode = {mode: costs for mode, costs in by_mode.items() if costs}
     return {
         "requests": result.requests,
         "finished": result.finished,
@@ -42,6 +45,11 @@ def summary(result: ReplayResult) -> dict[str, Any]:
             for mode in StepMode
             if steps.get(mode.value)
         },
+        "build_us_by_mode": {
+            mode.value: _percentiles([cost.microseconds for cost in builds]) for mode, builds in by_mode.items()
+        },
+        "metadata_builds": {mode.value: len(builds) for mode, builds in by_mode.items()},
+        "metadata_rows": {mode.value: sum(cost.rows for cost in builds) for mode, builds in by_mode.items()},
         "violations": result.violation_count,
         "wall_s": result.wall_s,
     }
@@ -65,6 +73,10 @@ def summary_table(result: ReplayResult, device: torch.device) -> Table:
     what = "host call and synchronisation" if device.type == "cuda" else "host call"
     plan = numbers["plan_us"]
     table.add_row(f"plan, p50 / p99 ({what})", f"{plan['p50']:,.0f} / {plan['p99']:,.0f} us")
+    for mode, cost in numbers["build_us_by_mode"].items():
+        rows = numbers["metadata_rows"][mode]
+        table.add_row(f"metadata {mode}: rows checked", f"{rows:,}")
+        table.add_row(f"build {mode}, p50 / p99", f"{cost['p50']:,.0f} / {cost['p99']:,.0f} us")
     color = "red" if numbers["violations"] else "green"
     table.add_row("violations", f"[{color}]{numbers['violations']:,}[/]")
     table.add_row("wall time", f"{numbers['wall_s']:,.1f} s")
@@ -91,6 +103,7 @@ def write_json(path: Path, result: ReplayResult, options: ReplayOptions, trace: 
             "mode": [mode.value for mode in result.modes],
             "rows": result.rows,
             "plan_us": [round(us, 2) for us in result.plan_us],
+            "build_us": [round(us, 2) for us in result.build_us],
         },
     }
     with atomic_file(path) as file:

@@ -1,4 +1,4 @@
-"""The replay loop: schedule a step, plan it, check the plan, go on."""
+"""The replay loop: schedule a step, build its plan and metadata, check both, go on."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from dsv4_backend.replay.batch_rows import StateSizes
-from dsv4_backend.replay.faults import inject
+from dsv4_backend.replay.building import BuildCost, BuiltStep, StepBuilder, cache_sizes
+from dsv4_backend.replay.judging import judge
 from dsv4_backend.replay.ledger import Ledger
 from dsv4_backend.replay.options import ReplayOptions
-from dsv4_backend.replay.planning import PlannedStep, StepPlanner, TableMirror
+from dsv4_backend.replay.planning import TableMirror
 from dsv4_backend.replay.pool import PagePool
 from dsv4_backend.replay.prefix_cache import PrefixCache
 from dsv4_backend.replay.scheduler import Scheduler
@@ -33,7 +33,10 @@ class ReplayResult:
         requests: requests of the trace; finished: those that ended.
         retracted: times that a request was put back into the queue for want of pages.
         hit_tokens: prompt tokens that the prefix cache supplied.
-        modes, rows, plan_us: one entry a step: its mode, its rows, host time of the planner call in microseconds.
+        modes, rows: one entry a step: its mode, and its rows without padding.
+        plan_us: one entry a step: host time of the planner without metadata, in microseconds.
+        build_us: one entry a step: host time of the builder for the step's own metadata, plan included.
+        builds: what each build cost, those for drafts and idle steps too; all that they gave was checked.
         compress_rows: by ratio, rows that completed a group.
         committed: tokens that stayed.
         violation_count, violations: all that the last step broke, and the first few of them. The run ends there.
@@ -49,6 +52,8 @@ class ReplayResult:
     modes: list[StepMode] = field(default_factory=list)
     rows: list[int] = field(default_factory=list)
     plan_us: list[float] = field(default_factory=list)
+    build_us: list[float] = field(default_factory=list)
+    builds: list[BuildCost] = field(default_factory=list)
     compress_rows: dict[int, int] = field(default_factory=lambda: {4: 0, 128: 0})
     committed: int = 0
     violation_count: int = 0
@@ -57,19 +62,21 @@ class ReplayResult:
     fault_step: int | None = None
     wall_s: float = 0.0
 
-    def record(self, step: Step, planned: PlannedStep) -> None:
+    def record(self, step: Step, built: BuiltStep) -> None:
         """Adds a step to the counts."""
         self.modes.append(step.mode)
         self.rows.append(step.total_rows)
-        self.plan_us.append(planned.microseconds)
-        for ratio, rows in planned.compress_rows.items():
+        self.plan_us.append(built.plan_us)
+        self.build_us.append(built.costs[0].microseconds)
+        self.builds += built.costs
+        for ratio, rows in built.compress_rows.items():
             self.compress_rows[ratio] += rows
 
 
 def replay_trace(
     requests: Sequence[TraceRequest], options: ReplayOptions, progress: Progress | None = None
 ) -> ReplayResult:
-    """Runs a trace through scheduler steps, plans each with the planner and checks each plan with the ledger.
+    """Runs a trace through scheduler steps, builds each with the builder and checks all that it made with the ledger.
 
     Args:
         requests: the trace, in order of arrival.
@@ -103,25 +110,26 @@ def replay_trace(
         mixed=options.mixed,
         rng=np.random.default_rng(options.seed),
     )
-    sizes = StateSizes(geom.swa_page_size, geom.c4_ring, geom.c128_ring)
-    ledger = Ledger(pool.req_to_token, pool.full_to_swa, sizes, options.num_window_pages)
-    planner, mirror = StepPlanner(geom, options.impl, options.device), TableMirror(pool, options.device)
+    ledger = Ledger(pool.req_to_token, pool.full_to_swa, cache_sizes(geom), options.num_window_pages)
+    mirror = TableMirror(pool, options.device)
+    builder = StepBuilder(geom, options.impl, mirror.tables, options.max_rows(requests))
 
     result = ReplayResult(len(requests))
     start = time.perf_counter()
     while (step := scheduler.next_step()) is not None:
         ledger.begin(step)
-        planned = planner.plan(step, mirror.refresh())
-        result.record(step, planned)
-        if options.fault is not None and result.fault_step is None and inject(options.fault, planned.image, step):
-            result.fault_step = step.index
+        mirror.refresh()
         accepts = scheduler.draw_accepts(step)
-        found = ledger.check(step, planned.image, accepts)
+        fault = options.fault if result.fault_step is None else None
+        found, built, injected = judge(step, builder, ledger, accepts, fault)
+        if built is not None:
+            result.record(step, built)
+        if injected:
+            result.fault_step = step.index
         if found.count:
-            fault = options.fault if result.fault_step == step.index else None
             tables = pool.req_to_token, pool.full_to_swa
             result.violation_count, result.violations = found.count, found.kept
-            result.violating_step = SavedStep(step, accepts, geom, *tables, ledger.save(), fault)
+            result.violating_step = SavedStep(step, accepts, geom, *tables, ledger.save(), fault if injected else None)
             break
         ledger.commit()
         scheduler.commit(accepts)

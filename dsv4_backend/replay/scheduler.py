@@ -13,7 +13,20 @@ from dsv4_backend.replay.prefix_cache import PrefixCache
 from dsv4_backend.replay.step import Admission, Step, StepMode
 from dsv4_backend.replay.trace import BLOCK_TOKENS, TraceRequest, prefix_chains
 
-_BUCKETS = {StepMode.EXTEND: 64, StepMode.TARGET_VERIFY: 16, StepMode.DECODE: 1}
+_BUCKET_REQUESTS = {StepMode.TARGET_VERIFY: 4, StepMode.DECODE: 8}
+
+
+def bucket_rows(mode: StepMode, rows: int, width: int) -> int:
+    """Rows of the bucket that holds a step of `rows` rows, `width` of each request in a verify step.
+
+    Decode and verify: whole requests, as graphs have them. EXTEND: 64, 96, 128, 192 and so on, few enough for a set of
+    buffers each.
+    """
+    if mode is StepMode.EXTEND:
+        power = 1 << max(6, (rows - 1).bit_length())
+        return power // 4 * 3 if power > 64 and rows <= power // 4 * 3 else power
+    size = _BUCKET_REQUESTS[mode] * max(1, width)
+    return -(-rows // size) * size
 
 
 @dataclass(eq=False)
@@ -193,8 +206,8 @@ class Scheduler:
         self._batch = [lane for lane, _ in batch]
         slots = [self._pool.slots(lane.row, lane.length, lane.length + rows) for lane, rows in batch]
         total = sum(rows for _, rows in batch)
-        # Padded buckets for verify, as graphs have them, and for every other prompt step.
-        bucket = _BUCKETS[mode] if mode is StepMode.TARGET_VERIFY or self._steps % 2 else 1
+        # Verify steps are padded, and every other step of another kind.
+        padded = mode is StepMode.TARGET_VERIFY or self._steps % 2
         step = Step(
             index=self._steps,
             mode=mode,
@@ -203,7 +216,7 @@ class Scheduler:
             before=np.array([lane.length for lane in self._batch], np.int64),
             extend_lens=np.array([rows for _, rows in batch], np.int64),
             out_cache_loc=np.concatenate(slots).astype(np.int64),
-            num_rows=-(-total // bucket) * bucket,
+            num_rows=bucket_rows(mode, total, self._width) if padded else total,
             num_draft_tokens=self._width if mode is StepMode.TARGET_VERIFY else 0,
             admitted=tuple(self._admitted),
             fresh_window_pages=self._pool.take_fresh_window_pages(),

@@ -1,4 +1,4 @@
-"""Step files: one step with all that its plan and its check depend on, to be replayed alone."""
+"""Step files: one step with all that its plan, its metadata and their check depend on, to be replayed alone."""
 
 from __future__ import annotations
 
@@ -13,17 +13,18 @@ import torch
 
 from dsv4_backend.files import atomic_file
 from dsv4_backend.geometry import CacheGeometry
-from dsv4_backend.replay.batch_rows import StateSizes
-from dsv4_backend.replay.faults import check_fault, inject
+from dsv4_backend.replay.building import StepBuilder, cache_sizes
+from dsv4_backend.replay.builds import IDLE_ROWS
+from dsv4_backend.replay.faults import check_fault
+from dsv4_backend.replay.judging import judge
 from dsv4_backend.replay.ledger import SAVED, Ledger
-from dsv4_backend.replay.planning import StepPlanner
 from dsv4_backend.replay.step import Step, StepMode
 from dsv4_backend.replay.violation import Findings
 from dsv4_backend.tables import RequestTables
 
 # What reading a file that was cut off, changed or made by something else can end in.
 _BROKEN = (ValueError, KeyError, TypeError, AttributeError, IndexError, EOFError, OverflowError, MemoryError)
-_FORMAT = "dsv4 replay step 1"
+_FORMAT = "dsv4 replay step 2"
 _STEP_ARRAYS = ("requests", "req_pool_indices", "before", "extend_lens", "out_cache_loc")
 
 
@@ -49,18 +50,18 @@ class SavedStep:
     fault: str | None
 
     def replay(self, impl: str, device: torch.device) -> Findings:
-        """Plans the step again with `impl` on `device`, injects the fault again, and checks."""
-        sizes = StateSizes(self.geom.swa_page_size, self.geom.c4_ring, self.geom.c128_ring)
-        window_pages = len(self.ledger["state4"]) // sizes.c4_ring - 1
+        """Builds the step again with `impl` on `device`, injects the fault again, and checks."""
+        sizes = cache_sizes(self.geom)
+        window_pages = len(self.ledger["window"]) // sizes.window_page_size - 1
         ledger = Ledger(self.req_to_token, self.full_to_swa, sizes, window_pages)
         ledger.load(self.ledger)
         tables = RequestTables(
             torch.from_numpy(self.req_to_token).to(device), torch.from_numpy(self.full_to_swa).to(device)
         )
-        image = StepPlanner(self.geom, impl, device).plan(self.step, tables).image
-        if self.fault is not None:
-            inject(self.fault, image, self.step)
-        return ledger.check(self.step, image, self.accepts)
+        builder = StepBuilder(self.geom, impl, tables, max(self.step.num_rows, IDLE_ROWS))
+        # Twice: the first time leaves used buffers behind, as the steps before this one did.
+        judge(self.step, builder, ledger, self.accepts, None)
+        return judge(self.step, builder, ledger, self.accepts, self.fault)[0]
 
     def save(self, path: Path) -> None:
         """Writes the file; OSError if that is not possible."""
@@ -133,8 +134,8 @@ def _rebuild(arrays: dict[str, np.ndarray], meta: dict) -> SavedStep:
     full_to_swa, geom = arrays["full_to_swa"], CacheGeometry(**meta["geometry"])
     if req_to_token.min() < 0 or req_to_token.max() >= len(full_to_swa):
         raise ValueError(f"expected slots below {len(full_to_swa)}, got up to {req_to_token.max()}")
-    if full_to_swa.max() // geom.swa_page_size >= len(arrays["ledger_state4"]) // geom.c4_ring:
-        raise ValueError(f"expected window slots that have state, got up to {full_to_swa.max()}")
+    if full_to_swa.max() >= len(arrays["ledger_window"]):
+        raise ValueError(f"expected window slots below {len(arrays['ledger_window'])}, got up to {full_to_swa.max()}")
     if meta["fault"] is not None:
         check_fault(meta["fault"])
     return SavedStep(
@@ -157,6 +158,8 @@ def _check_step(step: Step, accepts: np.ndarray, table_shape: tuple[int, int]) -
         raise ValueError(f"expected extend lengths that sum up to {step.total_rows}, got {step.extend_lens.tolist()}")
     if accepts.min() < 1 or (accepts > step.extend_lens).any():
         raise ValueError(f"expected accept lengths within the extend lengths, got {accepts.tolist()}")
+    if step.num_rows < step.total_rows:
+        raise ValueError(f"expected a bucket of at least {step.total_rows} rows, got {step.num_rows}")
     rows, length = step.req_pool_indices, int(step.after.max())
     if rows.min() < 0 or rows.max() >= table_shape[0] or step.before.min() < 0 or length > table_shape[1]:
         raise ValueError(f"expected requests within a table of {table_shape}, got rows up to {rows.max()}")
