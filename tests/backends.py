@@ -31,6 +31,7 @@ each_backend = _each(BACKENDS)
 # All but the interpreter, for what would take it minutes.
 each_fast_backend = _each(backend for backend in BACKENDS if not (INTERPRET and backend[0] == "triton"))
 each_gpu_backend = _each(backend for backend in BACKENDS if backend[1] == "cuda")
+each_triton_backend = _each(backend for backend in BACKENDS if backend[0] == "triton")
 each_compiled_backend = _each(backend for backend in BACKENDS if backend == ("triton", "cuda"))
 
 

@@ -97,7 +97,7 @@ def test_memory_follows_capacity_and_model() -> None:
         mode, bucket, *sizes = line.split()[:6]
         rows[mode, int(bucket.replace(",", ""))] = [int(size.replace(",", "")) for size in sizes]
     flash, pro, flash_1m, pro_1m = rows["DECODE", 256]
-    # Flash: 7 values of 4 bytes and 4 of 8, 256 pages, 128 window slots, 512 selected and 512 ratio-128 entries, two plans.
+    # Flash: 7 values of 4 bytes, 4 of 8, 256 pages, 128 window slots, 512 selected and 512 ratio-128 entries, 2 plans.
     assert flash == 256 * (7 * 4 + 4 * 8 + 4 * (256 + 128 + 512 + 512) + 2 * 16)
     assert pro - flash == pro_1m - flash_1m == 256 * 4 * 512
     assert flash_1m - flash == 256 * 4 * (4096 + 8192 - 256 - 512)
