@@ -175,12 +175,12 @@ class MetadataGolden:
                 yield name, answer
 
     def batches(self, device: torch.device | str) -> Iterator[tuple[str, RawBatch]]:
-        """The step's requests ("real inputs"), and in a graph also "padded inputs": with requests of id 0 behind them.
+        """The step's requests, named "", and in a graph "padded inputs", too: with requests of id 0 behind them.
 
         Raises:
             ValueError: the inputs are no batch of the mode.
         """
-        yield "real inputs", self._batch("in_", self.arrays["in_req_pool_indices"].size, device)
+        yield "", self._batch("in_", self.arrays["in_req_pool_indices"].size, device)
         if self.in_graph and self.mode is not ForwardMode.IDLE:
             yield "padded inputs", self._batch("in_padded_", self.constants["graph_bs"], device)
 
@@ -265,13 +265,16 @@ def _check_case(where: str, case: object) -> None:
         )
     if not isinstance(constants, dict):
         raise ValueError(f"{where}: constants: expected an object, got {_short(constants)}")
-    sizes = list(_SIZES)
-    sizes += ["num_steps"] if MODES[case["mode"]] is ForwardMode.DRAFT_DECODE else []
-    sizes += ["graph_bs"] if "_GRAPH" in case["mode"] else []
-    sizes += [name for name in ("c4_ring_size", "c128_ring_size") if name in constants]
-    for name in sizes:
-        if type(constants.get(name)) is not int or constants[name] < 0:
-            raise ValueError(f"{where}: constants.{name}: expected a number, got {_short(constants.get(name))}")
+    least = dict.fromkeys(_SIZES, 0)
+    if MODES[case["mode"]] is ForwardMode.DRAFT_DECODE:
+        least["num_steps"] = 2  # the last step runs no forward
+    if "_GRAPH" in case["mode"]:
+        least["graph_bs"] = 0
+    least |= {name: 0 for name in ("c4_ring_size", "c128_ring_size") if name in constants}
+    for name, low in least.items():
+        value = constants.get(name)
+        if type(value) is not int or value < low:
+            raise ValueError(f"{where}: constants.{name}: expected an int of at least {low}, got {_short(value)}")
     ratios = constants.get("present_ratios")
     if not isinstance(ratios, list) or any(type(ratio) is not int or ratio not in (0, 4, 128) for ratio in ratios):
         raise ValueError(f"{where}: constants.present_ratios: expected a list of 0, 4 and 128, got {_short(ratios)}")

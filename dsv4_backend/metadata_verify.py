@@ -20,8 +20,8 @@ def verify_metadata(golden: MetadataGolden, impl: str, device: torch.device) -> 
     """The first difference between our metadata and the golden's, as one line; None when there is none.
 
     It compares what a consumer may read of the real rows, for the inputs as they are and, in a graph, padded as for its
-    replay. Beyond the golden it checks what we promise on top: dtypes, exact lengths, padding rows, no error flag, and
-    that draft steps with a growing window are decode steps.
+    replay, in buffers that hold garbage. Beyond the golden it checks what we promise on top: dtypes, exact lengths,
+    padding rows, no error flag, and that draft steps with a growing window are decode steps.
     """
     try:
         builder = MetadataBuilder(
@@ -36,10 +36,18 @@ def verify_metadata(golden: MetadataGolden, impl: str, device: torch.device) -> 
         for inputs, batch in golden.batches(device):
             difference = _batch_difference(golden, builder, batch)
             if difference:
-                return f"{inputs}, {difference}"
+                return f"{inputs}, {difference}" if inputs else difference
+            _poison(builder)
     except ValueError as error:
         return f"refused: {error}"
     return None
+
+
+def _poison(builder: MetadataBuilder) -> None:
+    """Fills the fields with what no build writes, so that the next one cannot live on this one."""
+    for buffers in builder.buffers().values():
+        for name in buffers.keys() & FIELDS.keys():
+            buffers[name].fill_(-77)
 
 
 def _batch_difference(golden: MetadataGolden, builder: MetadataBuilder, batch: RawBatch) -> str | None:
@@ -169,9 +177,9 @@ def _padding_row(golden: MetadataGolden, meta: AttnMetadata) -> Iterator[tuple[s
     for name, spec in FIELDS.items():
         tensor = getattr(meta, name)
         if tensor is not None:
-            row = np.full(tensor.shape[1:], others.get(spec.columns, 0))
-            row[..., :1] = firsts.get(name, 0)
-            yield name, row if spec.columns else np.array(firsts.get(name, 0))
+            row = np.full(tensor.shape[1:] or 1, others.get(spec.columns, 0))
+            row[0] = firsts.get(name, 0)
+            yield name, row if spec.columns else row[0]
 
 
 def _read(meta: AttnMetadata, name: str) -> np.ndarray:

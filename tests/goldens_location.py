@@ -1,4 +1,4 @@
-"""Where goldens are: the full set beside the checkout, where there is one, else the selection in this repository."""
+"""Where goldens are: a selection in this repository, and the full set beside the checkout, where there is one."""
 
 from __future__ import annotations
 
@@ -7,7 +7,12 @@ from pathlib import Path
 from layout import ROOT
 
 
-def goldens_dir(kind: str) -> Path:
-    """The folder of goldens of `kind`, such as "plans"."""
+def golden_folders(kind: str) -> list[Path]:
+    """The folders of goldens of `kind`, such as "plans": the selection, then the full set if it is there."""
     full = ROOT.parent / "shared" / "goldens" / kind
-    return full if full.is_dir() else ROOT / "tests" / "goldens" / kind
+    return [ROOT / "tests" / "goldens" / kind, *([full] if full.is_dir() else [])]
+
+
+def goldens_dir(kind: str) -> Path:
+    """The folder with most goldens of `kind`."""
+    return golden_folders(kind)[-1]

@@ -1,4 +1,4 @@
-"""Goldens, and `dsv4 verify plans`: what it finds, what it refuses, and its exit codes."""
+"""Goldens of plans, and `dsv4 verify plans`: what it finds, what it refuses, and its exit codes."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from typer.testing import CliRunner, Result
+from typer.testing import Result
 
 from backends import each_backend
 from dsv4_backend import CompressPlan, PrefillPlan
 from dsv4_backend import verify as dsv4_verify
-from dsv4_backend.cli import app
 from dsv4_backend.goldens import PlanGolden, load_plan_goldens
 from dsv4_backend.verify import check_order, verify_plan
+from golden_files import UNREADABLE, added, dsv4, edit, expect_refusal, on
 from goldens_location import goldens_dir
 
 PLANS = goldens_dir("plans")
@@ -38,41 +38,8 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def edit(path: Path, name: str, change: Callable[[np.ndarray], object]) -> None:
-    """Replaces array `name` of a file by `change` of it; None removes it."""
-    with np.load(path) as file:
-        arrays = {n: file[n] for n in file.files}
-    new = change(arrays[name].copy())
-    if new is None:
-        del arrays[name]
-    else:
-        arrays[name] = np.asarray(new)
-    np.savez(path, **arrays)
-
-
-def added(row: int, column: int, amount: int) -> Callable[[np.ndarray], np.ndarray]:
-    def change(array: np.ndarray) -> np.ndarray:
-        array[row, column] += amount
-        return array
-
-    return change
-
-
-def dsv4(*arguments: object) -> Result:
-    return CliRunner().invoke(app, [str(a) for a in arguments])
-
-
 def verify(folder: Path, *options: str) -> Result:
     return dsv4("verify", "plans", folder, "--device", "cpu", *options)
-
-
-def expect_refusal(result: Result, *parts: object) -> None:
-    """Exit code 2 and one line that names what is wrong."""
-    assert result.exit_code == 2, result.output
-    assert len(result.output.splitlines()) == 1
-    assert result.output.startswith("error: ")
-    for part in parts:
-        assert str(part) in result.output
 
 
 def test_goldens_cover_both_ratios_and_kinds(goldens: dict[str, PlanGolden]) -> None:
@@ -85,8 +52,7 @@ def test_goldens_cover_both_ratios_and_kinds(goldens: dict[str, PlanGolden]) -> 
 @each_backend
 @pytest.mark.parametrize("name", GOLDENS)
 def test_plan_equals_golden(goldens: dict[str, PlanGolden], name: str, impl: str, device: str) -> None:
-    where = torch.device(device, 0) if device == "cuda" else torch.device(device)
-    assert verify_plan(goldens[name], impl, where) is None
+    assert verify_plan(goldens[name], impl, on(device)) is None
 
 
 @pytest.mark.parametrize(
@@ -218,31 +184,6 @@ def test_a_folder_with_pools_only(tmp_path: Path) -> None:
     expect_refusal(verify(tmp_path), "expected at least one golden (*.npz), got none")
 
 
-def broken_deflate(path: Path) -> None:
-    np.savez_compressed(path, kind="prefill", numbers=np.zeros(500_000))
-    data = bytearray(path.read_bytes())
-    start = data.find(b"numbers.npy") + 40
-    data[start : start + 60] = b"\xff" * 60
-    path.write_bytes(data)
-
-
-def single_array(path: Path) -> None:
-    with path.open("wb") as file:
-        np.save(file, np.arange(3))
-
-
-UNREADABLE: dict[str, Callable[[Path], object]] = {
-    "no bytes": lambda path: path.write_bytes(b""),
-    "text": lambda path: path.write_text("not a zip"),
-    "half a zip": lambda path: path.write_bytes((PLANS / f"{DECODE}.npz").read_bytes()[:400]),
-    "damaged data": broken_deflate,
-    "a single array": single_array,
-    "python objects": lambda path: np.savez(path, kind=np.array([{}], dtype=object)),
-    "a folder": lambda path: path.mkdir(),
-    "a link to nothing": lambda path: path.symlink_to("nothing.npz"),
-}
-
-
 @pytest.mark.parametrize("make", UNREADABLE.values(), ids=UNREADABLE.keys())
 @pytest.mark.parametrize("which", ["broken", "pool_page256"])
 def test_an_unreadable_file(folder: Path, which: str, make: Callable[[Path], object]) -> None:
@@ -334,7 +275,9 @@ def test_auto_takes_the_gpu(folder: Path) -> None:
     assert "cuda:" in result.output.splitlines()[-1]
 
 
-@pytest.mark.parametrize("arguments", [(), ("verify",), ("verify", "plans"), ("verify", "nothing", ".")], ids=str)
+@pytest.mark.parametrize(
+    "arguments", [(), ("verify",), ("verify", "plans"), ("verify", "metadata"), ("verify", "nothing", ".")], ids=str
+)
 def test_usage_errors_exit_2(arguments: tuple[str, ...]) -> None:
     result = dsv4(*arguments)
     assert result.exit_code == 2

@@ -88,6 +88,7 @@ def _features() -> list[tuple[str, bool, str]]:
         ('planner and metadata, impl="torch"', True, "runs on any device that torch has"),
         ('planner and metadata, impl="triton"', *triton),
         ("dsv4 replay, dsv4 verify", True, "on the CPU, and on a CUDA GPU where there is one"),
+        ("draft graph runner, dsv4 capture-test", True, "CUDA graphs" if gpu else "without graphs: no GPU"),
         ("dsv4 bench", True, "GPU and host time" if gpu else "host time only: no GPU"),
         ("--plot", plot, "matplotlib is here" if plot else "pip install matplotlib"),
     ]

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Protocol, TypeVar
 
+import torch
 import typer
 from rich.console import Console
 from rich.markup import escape
@@ -12,14 +14,19 @@ from rich.markup import escape
 from dsv4_backend.commands.common import DeviceOption, ImplOption, clean_errors, pick_device
 from dsv4_backend.dispatch import resolve_impl
 from dsv4_backend.goldens import load_plan_goldens
+from dsv4_backend.metadata_goldens import load_metadata_goldens
+from dsv4_backend.metadata_verify import verify_metadata
 from dsv4_backend.verify import verify_plan
 
 app = typer.Typer(help="Compare what this machine computes with a folder of goldens.", no_args_is_help=True)
 
 
-@app.callback()
-def _group() -> None:
-    """Keeps `verify` a group while it has a single command."""
+class Golden(Protocol):
+    @property
+    def name(self) -> str: ...
+
+
+AnyGolden = TypeVar("AnyGolden", bound=Golden)
 
 
 @app.command()
@@ -29,16 +36,39 @@ def plans(
     device: DeviceOption = "auto",
 ) -> None:
     """Check compression plans. Exit code 1: a difference. 2: nothing to check, or a file that cannot be read."""
+    _verify(directory, load_plan_goldens, verify_plan, impl, device)
+
+
+@app.command()
+def metadata(
+    directory: Annotated[
+        Path, typer.Argument(metavar="DIR", help="Folder with metadata goldens (manifest.json and what it lists).")
+    ],
+    impl: ImplOption = "auto",
+    device: DeviceOption = "auto",
+) -> None:
+    """Check the metadata of steps. Exit code 1: a difference. 2: nothing to check, or a file that cannot be read."""
+    _verify(directory, load_metadata_goldens, verify_metadata, impl, device)
+
+
+def _verify(
+    directory: Path,
+    load: Callable[[Path], list[AnyGolden]],
+    difference: Callable[[AnyGolden, str, torch.device], str | None],
+    impl: str,
+    device: str,
+) -> None:
+    """Prints a line a golden and one with the counts; ends the command with its exit code."""
     with clean_errors():
         where = pick_device(device)
         chosen = resolve_impl(impl, where)
-        goldens = load_plan_goldens(directory)
+        goldens = load(directory)
     console = Console(highlight=False, soft_wrap=True)
     failed = 0
     for golden in goldens:
-        difference = verify_plan(golden, chosen, where)
-        failed += difference is not None
-        verdict = "[green]ok[/]  " if difference is None else "[red]DIFF[/]"
-        console.print(f"{verdict} {escape(golden.name)}{'' if difference is None else ': ' + escape(difference)}")
+        found = difference(golden, chosen, where)
+        failed += found is not None
+        verdict = "[green]ok[/]  " if found is None else "[red]DIFF[/]"
+        console.print(f"{verdict} {escape(golden.name)}{'' if found is None else ': ' + escape(found)}")
     console.print(f"{len(goldens)} checked, {len(goldens) - failed} equal, {failed} different (impl {chosen}, {where})")
     raise typer.Exit(1 if failed else 0)
