@@ -151,9 +151,11 @@ class Backend:
         lens = getattr(batch.spec_info, "verify_lens", None)
         width = self.speculative_num_draft_tokens if batch.forward_mode is Mode.TARGET_VERIFY else 1
         rows = size * width if lens is None else batch.spec_info.graph_num_tokens
+        idle = getattr(batch, "actual_forward_mode", None) is Mode.IDLE  # a rank without requests in a graph
+        loc = loc[:0] if idle else loc
         raw = SimpleNamespace(
-            req_pool_indices=batch.req_pool_indices.clone(),
-            seq_lens=batch.seq_lens.clone(),
+            req_pool_indices=torch.zeros_like(batch.req_pool_indices) if idle else batch.req_pool_indices.clone(),
+            seq_lens=torch.ones_like(batch.seq_lens) if idle else batch.seq_lens.clone(),
             out_cache_loc=torch.nn.functional.pad(loc, (0, rows - len(loc))),
         )
         if batch.forward_mode is Mode.TARGET_VERIFY:

@@ -67,15 +67,9 @@ def batch_of(golden: MetadataGolden, mode: Mode, prefix: str = "in_") -> Any:
         extra["extend_seq_lens_cpu"] = extra["extend_seq_lens"].tolist()
     if "_RAGGED" in golden.kind:
         extra["spec_info"] = SimpleNamespace(verify_lens=tensor(golden, "verify_lens"), graph_num_tokens=golden.rows)
+    extra["actual_forward_mode"] = Mode.IDLE if golden.kind.endswith("_IDLE") else mode
     size = golden.constants["graph_bs"] if prefix == "in_padded_" else len(req)
     return forward_batch(mode, req, seq, tensor(golden, "out_cache_loc"), batch_size=size, **extra)
-
-
-def idle(golden: MetadataGolden) -> Metadata:
-    backend = backend_of(golden)
-    loc = torch.zeros(golden.rows, dtype=torch.int64)
-    backend.init_forward_metadata(forward_batch(Mode.IDLE, loc[:0], loc[:0], loc))
-    return backend.forward_metadata
 
 
 def draft_steps(golden: MetadataGolden) -> list[Metadata]:
@@ -119,11 +113,9 @@ def draft_steps_with_ratios(golden: MetadataGolden) -> list[Metadata]:
 
 def steps_of(golden: MetadataGolden) -> list[Metadata]:
     """The adapter's objects for a golden: one, or one a draft step."""
-    if golden.kind == "DECODE_GRAPH_IDLE":
-        return [idle(golden)]
     if golden.kind.startswith("EAGLE"):
         return draft_steps_with_ratios(golden) if golden.ratios else draft_steps(golden)
-    mode = Mode[golden.kind.removesuffix("_GRAPH").removesuffix("_RAGGED")]
+    mode = Mode[golden.kind.removesuffix("_IDLE").removesuffix("_GRAPH").removesuffix("_RAGGED")]
     backend = backend_of(golden)
     if not golden.in_graph:
         backend.init_forward_metadata(batch_of(golden, mode))

@@ -15,13 +15,12 @@ from dsv4_backend.adapters.sglang.source import MetadataSource
 
 
 @cache
-def backend_class(base: type) -> type:
+def backend_class(base: Any) -> type:
     """SGLang's DeepseekV4AttnBackend, `base`, with our metadata."""
 
-    class Dsv4AttnBackend(base):  # type: ignore[misc, valid-type]
+    class Dsv4AttnBackend(base):
         """A step's metadata is ours."""
 
-        __slots__ = ()  # without memory of its own an object can change its class
         dsv4_source: MetadataSource
         _dsv4_capturing_prefill = False
         _dsv4_built: tuple[Any, Any] = (None, None)
@@ -112,16 +111,15 @@ def backend_class(base: type) -> type:
 
 
 @cache
-def multi_step_class(base: type) -> type:
+def multi_step_class(base: Any) -> type:
     """SGLang's DeepseekV4MultiStepBackend, `base`, with our metadata."""
 
-    class Dsv4MultiStepBackend(base):  # type: ignore[misc, valid-type]
+    class Dsv4MultiStepBackend(base):
         """All draft steps that run a forward come from one launch.
 
         Step i writes slots i of the requests; the last step only samples, and its backend has no metadata.
         """
 
-        __slots__ = ()
         dsv4_source: MetadataSource
         dsv4_inputs: dict[int, batches.DraftInputs]
 
@@ -179,5 +177,6 @@ def adopt(backend: Any, source: MetadataSource) -> Any:
         source.expect_window_only()
         backend.dsv4_inputs = {}
     backend.dsv4_source = source
-    backend.__class__ = (multi_step_class if is_multi_step else backend_class)(type(backend))
+    base: Any = type(backend)
+    backend.__class__ = (multi_step_class if is_multi_step else backend_class)(base)
     return backend

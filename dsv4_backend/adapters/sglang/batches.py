@@ -115,16 +115,18 @@ class DraftInputs:
         return cls(ints[:size], ints[size : 2 * size], ints[2 * size :])
 
     def load(self, batch: Any) -> None:
-        """Copies the requests of `batch`, and its slots, which may be those of the live requests only."""
-        size = self.req_pool_indices.shape[0]
-        values = (batch.req_pool_indices[:size], batch.seq_lens[:size], batch.out_cache_loc)
-        for name, target, source, filler in zip(
-            ("req_pool_indices", "seq_lens", "out_cache_loc"),
-            (self.req_pool_indices, self.seq_lens, self.out_cache_loc),
-            values,
-            (0, 1, 0),
-            strict=True,
+        """Copies the requests of `batch`, and its slots, which may be those of the live requests only.
+
+        What an idle rank has is not read: all of it becomes padding.
+        """
+        size, idle = self.req_pool_indices.shape[0], batch.forward_mode.is_idle()
+        for name, target, filler in (
+            ("req_pool_indices", self.req_pool_indices, 0),
+            ("seq_lens", self.seq_lens, 1),
+            ("out_cache_loc", self.out_cache_loc, 0),
         ):
+            source = getattr(batch, name)
+            source = source[: 0 if idle else size if name != "out_cache_loc" else None]
             live = source.shape[0]
             if live > target.shape[0]:
                 raise ValueError(f"{name}: expected at most {target.shape[0]} in a bucket of {size}, got {live}")

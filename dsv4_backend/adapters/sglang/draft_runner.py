@@ -14,13 +14,13 @@ from dsv4_backend.adapters.sglang.draft_steps import DraftMetadata, DraftModel
 logger = logging.getLogger("dsv4_backend.sglang")
 
 
-def runner_class(stock: type) -> type:
+def runner_class(stock: Any) -> type:
     """The class to put in the place of SGLang's `stock` EAGLEDraftCudaGraphRunner.
 
     Constructed for a draft that it does not serve it gives a runner of `stock`, with one warning.
     """
 
-    class Dsv4DraftGraphRunner(stock):  # type: ignore[misc, valid-type]
+    class Dsv4DraftGraphRunner(stock):
         def __new__(
             cls, eagle_worker: Any, *, draft_attn_backend: Any = None, speculative_num_steps: int | None = None
         ) -> Any:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import torch
@@ -81,7 +81,7 @@ def core_metadata(
     release, ratios = types.release, _ratios(meta)
     page_table, c128_pages = _tables(meta, max_seq_len)
     c4_clamped, c4_sparse_clamped, c128_clamped = clamped
-    named = {release.topk_field: meta.index_topk}
+    named: dict[str, Any] = {release.topk_field: meta.index_topk}
     if release.names_ratios:
         named["present_ratios"] = ratios
     core = types.core(
@@ -145,23 +145,21 @@ def compress_plans(
 
 def with_own_memory(meta: AttnMetadata) -> AttnMetadata:
     """The same metadata in memory that no later build writes."""
-    from dataclasses import fields, replace
-
-    tensors = {
-        field.name: value.clone()
-        for field in fields(meta)
-        if isinstance(value := getattr(meta, field.name), torch.Tensor)
-    }
-    plans = meta.plans
-    if isinstance(plans, PrefillPlan):
-        lists = {
-            f"c{each.ratio}": replace(each, compress=each.compress.clone(), write=each.write.clone())
-            for each in plans.lists()
-        }
-        plans = replace(plans, header=plans.header.clone(), **lists)
-    elif isinstance(plans, DecodePlans):
-        plans = replace(plans, **{f"c{each.ratio}": replace(each, rows=each.rows.clone()) for each in plans.lists()})
-    return replace(meta, plans=plans, **tensors)
+    own: dict[str, Any] = {}
+    for field in fields(meta):
+        value = getattr(meta, field.name)
+        if isinstance(value, torch.Tensor):
+            own[field.name] = value.clone()
+    plans: Any = meta.plans
+    if plans is not None:
+        lists: dict[str, Any] = {}
+        for each in plans.lists():
+            names = ("rows",) if isinstance(plans, DecodePlans) else ("compress", "write")
+            lists[f"c{each.ratio}"] = replace(each, **{name: getattr(each, name).clone() for name in names})
+        if isinstance(plans, PrefillPlan):
+            lists["header"] = plans.header.clone()
+        own["plans"] = replace(plans, **lists)
+    return replace(meta, **own)
 
 
 def _ratios(meta: AttnMetadata) -> tuple[int, ...]:
