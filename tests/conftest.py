@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 from importlib import metadata
 
 import pytest
@@ -11,6 +12,8 @@ from packaging.version import Version
 
 settings.register_profile("project", deadline=None, derandomize=True, print_blob=True)
 settings.load_profile("project")
+
+collect_ignore = [] if importlib.util.find_spec("sglang") else ["with_sglang"]
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

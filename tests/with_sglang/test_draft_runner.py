@@ -6,7 +6,6 @@ import logging
 from types import SimpleNamespace
 from typing import Any
 
-import dsv4_graph_runner
 import pytest
 import torch
 from harness import DRAFTS, STEPS, forward_batch, model_runner, slots
@@ -16,10 +15,6 @@ from sglang.srt.model_executor.forward_context import get_attn_backend
 from sglang.srt.speculative import eagle_draft_cuda_graph_runner, eagle_worker_v2
 from sglang.srt.speculative.draft_utils import DraftBackendFactory
 from sglang.srt.speculative.eagle_info import EagleDraftInput
-
-pytestmark = pytest.mark.skipif(
-    not hasattr(dsv4_graph_runner, "EagleDraftGraphRunner"), reason="no draft graph runner in this tree"
-)
 
 VOCAB, HIDDEN = 211, 16
 BUCKETS = [2, 4]
@@ -131,8 +126,8 @@ def test_other_drafts_get_sglangs_runner(
     worker: Any, field: str, value: Any, reason: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     setattr(worker, field, value)
-    # SGLang's own runner wants a GPU: what it fails with is its own affair, not that it was asked for.
-    with caplog.at_level(logging.WARNING), pytest.raises(Exception, match=".*") as raised:
+    # SGLang's own runner wants a GPU, and fails: that it was asked for is what counts.
+    with caplog.at_level(logging.WARNING), pytest.raises(Exception) as raised:  # noqa: PT011
         eagle_worker_v2.EAGLEDraftCudaGraphRunner(worker)
     assert reason in caplog.text
     assert "dsv4" not in str(raised.value)
