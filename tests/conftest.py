@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 from importlib import metadata
 
 import pytest
@@ -12,8 +11,6 @@ from packaging.version import Version
 
 settings.register_profile("project", deadline=None, derandomize=True, print_blob=True)
 settings.load_profile("project")
-
-collect_ignore = [] if importlib.util.find_spec("sglang") else ["with_sglang"]
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

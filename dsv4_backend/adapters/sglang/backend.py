@@ -13,6 +13,9 @@ import torch
 from dsv4_backend.adapters.sglang import batches
 from dsv4_backend.adapters.sglang.source import MetadataSource
 
+NOT_OURS = ("cp_metadata", "dspark_block_size", "dspark_swa_buffers", "swa_replay_start")
+"""Arguments of a prompt step that SGLang builds itself: rows split over ranks, and what other models need."""
+
 
 @cache
 def backend_class(base: Any) -> type:
@@ -69,8 +72,11 @@ def backend_class(base: Any) -> type:
             use_prefill_cuda_graph: bool = False,
             **kwargs: Any,
         ) -> Any:
-            if kwargs.get("cp_metadata") is not None:
-                raise ValueError(f"cp_metadata: expected None, since rows are not split over ranks here, got {kwargs}")
+            if any(kwargs.get(name) is not None for name in NOT_OURS):
+                stock = super().init_forward_metadata_prefill
+                given = (max_seq_len, req_pool_indices, seq_lens, seq_lens_cpu, out_cache_loc, num_tokens)
+                lens = (extend_seq_lens, extend_seq_lens_cpu)
+                return stock(*given, *lens, *args, use_prefill_cuda_graph=use_prefill_cuda_graph, **kwargs)
             source = self.dsv4_source
             batch = batches.extend_batch(
                 req_pool_indices,
