@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV := .venv/bin/python
 TYPED := .venv/typed
 
-.PHONY: demo test lint clean
+.PHONY: demo test test-sglang lint clean
 
 demo:
 	@$(PYTHON) .ci/setup_venv.py
@@ -14,6 +14,13 @@ test:
 	$(VENV) -m pytest
 	TRITON_INTERPRET=1 $(VENV) -m pytest -m interpreter
 
+# SGLang's own backend beside ours, on a CPU. Skipped, with a line that says so, where SGLang cannot be had.
+test-sglang:
+	@$(PYTHON) .ci/setup_venv.py test
+	@$(VENV) .ci/sglang_venv.py; status=$$?; if [ $$status -eq 75 ]; then exit 0; fi; [ $$status -eq 0 ] || exit $$status; \
+	TRITON_INTERPRET=1 SGLANG_FP8_PAGED_MQA_LOGITS_TORCH=1 PYTHONPATH=tests/with_sglang/stubs \
+	.venv-sglang/bin/python -W ignore -m pytest tests/with_sglang
+
 lint:
 	@$(PYTHON) .ci/setup_venv.py test dev
 	$(VENV) -m ruff check .
@@ -23,5 +30,5 @@ lint:
 	$(VENV) -m mypy
 
 clean:
-	rm -rf .venv build dist *.egg-info .pytest_cache .ruff_cache .mypy_cache .hypothesis
+	rm -rf .venv .venv-sglang build dist *.egg-info .pytest_cache .ruff_cache .mypy_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -14,6 +14,9 @@ from metadata_steps import GEOM, MODES, Setting, Step
 from strategies import INT_DTYPES, LAYOUTS, Pool, near_edges, pools
 
 MOST_REQUESTS, MOST_ROWS = (4, 40) if INTERPRET else (7, 150)
+EXAMPLES = 8 if INTERPRET else 60
+"""Of a property. The interpreter takes a third of a second for one."""
+
 COMPILED = torch.cuda.is_available() and not INTERPRET
 """A GPU compiles a kernel for each choice of sizes and dtypes; there, properties draw from a few."""
 

@@ -10,10 +10,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import dsv4_backend as d4
-from backends import EXAMPLES, each_backend, each_triton_backend
+from backends import each_backend, each_triton_backend
 from metadata_checks import FIELD_NAMES, assert_same_bits, check_build, contents
 from metadata_steps import Setting, Step, UncheckedBuilder, whole
-from metadata_strategies import bad_scenes, scenes
+from metadata_strategies import EXAMPLES, bad_scenes, scenes
 
 
 @each_backend

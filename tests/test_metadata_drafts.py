@@ -10,12 +10,12 @@ import torch
 from hypothesis import given, settings
 
 import dsv4_backend as d4
-from backends import EXAMPLES, each_backend
+from backends import each_backend
 from dsv4_backend import ForwardMode
 from dsv4_graph_runner.protocols import MetadataProvider
 from metadata_checks import FIELD_NAMES, assert_same_bits, check_build, contents, setting_of
 from metadata_steps import Setting, Step
-from metadata_strategies import scenes
+from metadata_strategies import EXAMPLES, scenes
 
 SETTING = setting_of(600, num_requests=9)
 STEP = Step(ForwardMode.DRAFT_DECODE, [4, 0, 2, 7], [255, 9, 126, 0], list(range(300, 316)), num_steps=4)

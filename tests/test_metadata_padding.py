@@ -11,11 +11,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import dsv4_backend as d4
-from backends import EXAMPLES, each_backend
+from backends import each_backend
 from dsv4_backend import ForwardMode
 from metadata_checks import FIELD_NAMES, check_build, few, setting_of
 from metadata_steps import Setting, Step
-from metadata_strategies import scenes
+from metadata_strategies import EXAMPLES, scenes
 
 SETTING = setting_of(600, num_requests=9)
 ROWS = list(range(300, 340))

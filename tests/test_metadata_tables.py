@@ -9,12 +9,12 @@ import torch
 from hypothesis import given, settings
 
 import dsv4_backend as d4
-from backends import EXAMPLES, each_backend, each_fast_backend
+from backends import each_backend, each_fast_backend
 from dsv4_backend import ForwardMode
 from dsv4_backend.metadata_buffers import MAX_TABLE_BYTES
 from metadata_checks import FIELD_NAMES, TABLES, check_build, contents, few, setting_of
 from metadata_steps import GEOM, POISON_WORD, GuardedBuilder, Setting, Step
-from metadata_strategies import scenes
+from metadata_strategies import EXAMPLES, scenes
 
 SETTING = dataclasses.replace(setting_of(1100, num_requests=9), once_a_request=True)
 # Requests of one page, of five, without rows, and padding.

@@ -1,0 +1,1 @@
+"""One module or folder an engine: the only code that knows, and late imports, an engine."""
