@@ -11,8 +11,8 @@ demo:
 
 test:
 	@$(PYTHON) .ci/setup_venv.py test
-	$(VENV) -m pytest
-	TRITON_INTERPRET=1 $(VENV) -m pytest -m interpreter
+	$(VENV) -m pytest -n auto
+	TRITON_INTERPRET=1 $(VENV) -m pytest -n auto -m interpreter
 
 # SGLang's own backend beside ours, on a CPU. Skipped, with a line that says so, where SGLang cannot be had.
 test-sglang:
