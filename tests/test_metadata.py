@@ -13,7 +13,7 @@ import dsv4_backend as d4
 from backends import each_backend, each_triton_backend
 from metadata_checks import FIELD_NAMES, assert_same_bits, check_build, contents
 from metadata_steps import Setting, Step, UncheckedBuilder, whole
-from metadata_strategies import EXAMPLES, bad_scenes, scenes
+from metadata_strategies import COMPILED, EXAMPLES, bad_scenes, scenes
 
 
 @each_backend
@@ -58,7 +58,7 @@ def test_triton_writes_what_the_reference_writes(impl: str, device: str, scene: 
 
 
 @each_backend
-@settings(max_examples=EXAMPLES // 4)
+@settings(max_examples=EXAMPLES // (12 if COMPILED else 4))
 @given(scene=scenes(), ratios=st.sampled_from([(4,), (128,), ()]))
 def test_a_ratio_is_built_alike_alone_and_together(
     impl: str, device: str, scene: tuple[Setting, Step], ratios: tuple[int, ...]

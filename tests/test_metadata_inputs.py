@@ -51,13 +51,16 @@ def test_b33_slots_of_64_bits(impl: str, device: str) -> None:
 @pytest.mark.parametrize("name", ["decode", "extend"])
 def test_b35_every_choice_of_integer_types(impl: str, device: str, name: str) -> None:
     step, found = STEPS[name], []
-    for dtypes in itertools.product((torch.int32, torch.int64), repeat=3):
+    choices = list(itertools.product((torch.int32, torch.int64), repeat=3))
+    if name == "extend":  # on a GPU, each of them is two more kernels to compile
+        choices = [dtypes for dtypes in choices if dtypes[0] is dtypes[2]]
+    for dtypes in choices:
         builder = SHORT.builder(impl, device)
         # Extend lengths have the type of the slots.
         forms = tuple((dtype, "contiguous") for dtype in (*dtypes, dtypes[-1]))
         (meta,) = dataclasses.replace(step, forms=forms).build(builder)
         found.append(contents(builder))
-    assert len(found) == 8
+    assert len(found) == {"decode": 8, "extend": 4}[name]
     for other in found[1:]:
         assert_same_bits(other, found[0])
     check_build(builder, [meta], SHORT, step)

@@ -128,7 +128,9 @@ def test_empty_decode(batch_size: int) -> None:
     assert plan.error.tolist() == [0]
 
 
-@pytest.mark.parametrize("ratios", [(), (4,), (128,), (128, 4), iter([4])], ids=str)
+@pytest.mark.parametrize(
+    "ratios", [(), (4,), (128,), (128, 4), iter([4])], ids=["none", "4", "128", "128, 4", "iterator"]
+)
 def test_ratios_left_out_are_none(ratios: object) -> None:
     ratios = list(ratios)
     for plan in (PrefillPlan.empty(3, iter(ratios)), DecodePlans.empty(3, iter(ratios))):
