@@ -61,6 +61,51 @@ def test_builds_of_a_bucket_return_the_same_tensors(impl: str, device: str, name
     assert {t.untyped_storage().data_ptr() for meta in again for _, t in meta.tensors()} <= storages
 
 
+# Batches that have the rows of a step in common, and little else.
+ALIKE = {
+    "verify": [
+        Step(ForwardMode.TARGET_VERIFY, reqs, [50 + 9 * b for b in range(len(reqs))], SLOTS[:12], extends, drafts)
+        for reqs, extends, drafts in (
+            ([1, 2, 3], None, 4),
+            ([1, 2, 3, 4], None, 3),
+            ([1, 2, 3, 4], [4, 4, 1, 3], 4),
+            ([1, 2, 3], [3, 1, 8], 0),
+            ([1, 2, 3], [5, 5, 2], 5),
+            ([1, 2], None, 6),
+        )
+    ],
+    "extend": [
+        Step(ForwardMode.EXTEND, list(range(1, n + 1)), [50 + 9 * b for b in range(n)], SLOTS[:12], extends)
+        for n, extends in ((3, [4, 4, 4]), (4, [3, 1, 2, 6]), (1, [12]), (3, [0, 12, 0]))
+    ],
+    "drafts": [
+        dataclasses.replace(step_of(ForwardMode.DRAFT_DECODE, 2), slots=SLOTS[: 2 * n], num_steps=n, grows=grows)
+        for n in (3, 4, 2)
+        for grows in (True, False)
+    ],
+}
+
+
+@each_backend
+@few({name: name for name in ALIKE}, 3)
+def test_batches_with_the_same_number_of_rows(impl: str, device: str, value: str) -> None:
+    """Another width, ragged or not, more requests, more draft steps: each is built as what it is, in any order."""
+    builder = SETTING.builder(impl, device)
+    for step in (*ALIKE[value], *reversed(ALIKE[value])):
+        check_build(builder, step.build(builder), SETTING, step)
+
+
+@each_backend
+def test_the_limit_of_a_ragged_batch_is_its_own(impl: str, device: str) -> None:
+    """Of two batches with the same rows, the one that allows fewer drafts is padding."""
+    builder = SETTING.builder(impl, device, UncheckedBuilder)
+    for drafts in (4, 3, 0):
+        step = Step(ForwardMode.TARGET_VERIFY, [1, 2], [50, 81], SLOTS[:5], [1, 4], drafts)
+        check_build(builder, step.build(builder), SETTING, step)
+        assert bool(builder._error) == (drafts == 3)
+        builder._error.zero_()
+
+
 @each_fast_backend
 def test_buckets_and_modes_never_share_memory(impl: str, device: str) -> None:
     builder = SETTING.builder(impl, device)

@@ -95,6 +95,18 @@ def test_plans_leave_it_out_and_count_its_rows(impl: str, device: str, name: str
 
 
 @each_backend
+@pytest.mark.parametrize("kind", ["ragged", "uniform"])
+def test_padding_of_more_rows_than_a_block_of_the_planner(impl: str, device: str, kind: str) -> None:
+    """It comes before live rows that another program plans, which must not count it."""
+    reqs, counts = {"ragged": ([0, 4, 0, 2], [40, 70, 33, 5]), "uniform": ([0, 0, 0, 0, 4, 0, 2, 7], [10] * 8)}[kind]
+    step = Step(ForwardMode.EXTEND, reqs, [300 + 7 * b for b in range(len(reqs))], [301] * sum(counts), counts)
+    if kind == "uniform":
+        step = dataclasses.replace(step, mode=ForwardMode.TARGET_VERIFY, extends=None, drafts=10)
+    builder = SETTING.builder(impl, device)
+    check_build(builder, step.build(builder), SETTING, step)
+
+
+@each_backend
 @pytest.mark.parametrize("name", ["decode", "growing"])
 def test_decode_plans_hold_request_zero_for_it(impl: str, device: str, name: str) -> None:
     for meta in STEPS[name].build(SETTING.builder(impl, device)):
