@@ -204,13 +204,13 @@ def _build_metadata_kernel(
         # Slots of padding requests are left out in silence, those behind the last request are not: what is wrong with
         # the batch may have been flagged already, more precisely.
         unowned = position < 0
-        flagged = tl.load(error_ptr) != 0
+        flagged = tl.load(error_ptr + row * 0) != 0
         tl.store(error_ptr + row * 0, ERROR_UNOWNED, mask=unowned & (slot != 0) & ~flagged)
         position = tl.maximum(position, 0)
         tl.store(positions_ptr + row, position, mask=inside & unowned)
     else:
         owner = row // tl.maximum(width, 1)
-        owned = (owner < batch_size) & (width > 0)
+        owned = owner < batch_size  # an idle step has no requests
         seq = tl.load(seq_ptr + owner.to(tl.int64) * stride_seq, mask=owned, other=0).to(tl.int64)
         req = tl.load(req_ptr + owner.to(tl.int64) * stride_req, mask=owned, other=0).to(tl.int64)
         first = seq + offset
