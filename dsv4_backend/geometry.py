@@ -100,6 +100,14 @@ class CacheGeometry:
             f"(needs {need} rows in the ratio-{ratio} ring of {self.ring(ratio)})"
         )
 
+    def check_requests(self, num_requests: int) -> None:
+        """Raises ValueError unless the state rows of `num_requests` requests can be counted in 31 bits."""
+        if num_requests * self.c128_ring >= 2**31:
+            raise ValueError(
+                f"geom: expected fewer than 2^31 state rows for ratio 128, got {num_requests} requests of "
+                f"{self.c128_ring} rows"
+            )
+
     def ring(self, ratio: int) -> int:
         """State rows of the ring of `ratio`: of a window page for 4, of a request for 128."""
         return {4: self.c4_ring, 128: self.c128_ring}[ratio]

@@ -30,8 +30,6 @@ class Field(NamedTuple):
     read: str
 
 
-_ALL = "all rows"
-
 FIELDS = {
     "seq_lens_causal": Field(
         torch.int32, "", 0, "n = position + 1: the tokens that the row may attend", "all rows; 1 for padding"

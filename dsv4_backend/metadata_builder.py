@@ -88,11 +88,7 @@ class MetadataBuilder:
                 raise ValueError(f"{name}: expected at least 1, got {value}")
         if cfg.window != geom.window:
             raise ValueError(f"geom: expected the model's window of {cfg.window} tokens, got {geom.window}")
-        if tables.num_requests * geom.c128_ring >= 2**31:
-            raise ValueError(
-                f"geom: expected fewer than 2^31 state rows for ratio 128, got {tables.num_requests} requests of "
-                f"{geom.c128_ring} rows"
-            )
+        geom.check_requests(tables.num_requests)
         _check_window(draft_window)
         ratios = tuple(sorted(check_ratios(ratios)))
         self._impl = dispatch.metadata(impl, tables.device)

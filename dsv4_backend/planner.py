@@ -135,11 +135,7 @@ def plan_decode(
 def _check_requests(req_pool_indices: torch.Tensor, tables: RequestTables, geom: CacheGeometry) -> int:
     expect_type("tables", tables, RequestTables)
     expect_type("geom", geom, CacheGeometry)
-    if tables.num_requests * geom.c128_ring >= 2**31:
-        raise ValueError(
-            f"geom: expected fewer than 2^31 state rows for ratio 128, got {tables.num_requests} requests of "
-            f"{geom.c128_ring} rows"
-        )
+    geom.check_requests(tables.num_requests)
     expect_tensor("req_pool_indices", req_pool_indices, dtypes=INT_DTYPES, ndim=1, device=tables.device)
     return req_pool_indices.shape[0]
 

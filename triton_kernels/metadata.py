@@ -22,6 +22,7 @@ from dsv4_triton_kernels.planner_rows import (
     _c4_state_loc,
     _store_words,
     _swa_slot,
+    _window_slot,
 )
 
 # Rows of a program. On a GPU one, by one warp: many small programs hide the latency of their look-ups. The interpreter
@@ -29,14 +30,6 @@ from dsv4_triton_kernels.planner_rows import (
 ROWS = 64 if INTERPRET else 1
 PAGES = 256
 """Pages that a program reads at a time."""
-
-
-@triton.jit
-def _translate(slot, full_to_swa_ptr, num_slots, mask):
-    """Window slots: -1 for -1, 0 for slots that the table does not hold; and whether it holds them."""
-    outside = (slot < -1) | (slot >= num_slots)
-    swa = tl.load(full_to_swa_ptr + slot.to(tl.int64), mask=mask & (slot >= 0) & ~outside, other=-1).to(tl.int32)
-    return tl.where(outside, 0, swa), outside & mask
 
 
 @triton.jit
@@ -235,8 +228,8 @@ def _build_metadata_kernel(
     if WINDOW < SWA_SIZE:
         seen &= back < WINDOW
     window_slot = tl.load(req_to_token_ptr + ((req * row_stride)[:, None] + window_position), mask=seen, other=-1)
-    window, window_outside = _translate(window_slot, full_to_swa_ptr, num_slots, seen)
-    swa_out, out_outside = _translate(slot, full_to_swa_ptr, num_slots, inside)
+    window, window_outside = _window_slot(window_slot, full_to_swa_ptr, num_slots)
+    swa_out, out_outside = _window_slot(slot, full_to_swa_ptr, num_slots)
     if HAS_DECODE_PLAN:
         if HAS_C4:
             own_slot, own_outside = _swa_slot(

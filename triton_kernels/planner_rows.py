@@ -156,12 +156,18 @@ def _count_ended(end, row, SIZE: tl.constexpr):
 
 
 @triton.jit
-def _swa_slot(req_to_token_ptr, row_stride, full_to_swa_ptr, num_slots, req, position, mask):
-    """Window slot of a position: -1 where the table says -1, 0 where it points outside; and whether it does."""
-    slot = tl.load(req_to_token_ptr + (req.to(tl.int64) * row_stride + position), mask=mask, other=-1)
+def _window_slot(slot, full_to_swa_ptr, num_slots):
+    """Window slot of a full slot: -1 for -1, 0 for what the table does not hold; and whether that is so."""
     outside = (slot < -1) | (slot >= num_slots)
     swa = tl.load(full_to_swa_ptr + slot.to(tl.int64), mask=(slot >= 0) & (slot < num_slots), other=-1).to(tl.int32)
     return tl.where(outside, 0, swa), outside
+
+
+@triton.jit
+def _swa_slot(req_to_token_ptr, row_stride, full_to_swa_ptr, num_slots, req, position, mask):
+    """Window slot of a position: -1 where the table says -1, 0 where it points outside; and whether it does."""
+    slot = tl.load(req_to_token_ptr + (req.to(tl.int64) * row_stride + position), mask=mask, other=-1)
+    return _window_slot(slot, full_to_swa_ptr, num_slots)
 
 
 @triton.jit

@@ -107,13 +107,13 @@ def _store_rows(
     meta.positions.copy_(rows.position)
     meta.seq_lens_causal.copy_(length)
     meta.raw_out_cache_loc.copy_(rows.slot)
-    meta.swa_out_cache_loc.copy_(_swa_slot(rows.slot, tables, error))
+    meta.swa_out_cache_loc.copy_(planner.window_slot(rows.slot, tables, error))
     meta.swa_lengths.copy_(length.clamp(max=geom.window))
     back = torch.arange(meta.swa_page_indices.shape[1], device=length.device)
     position = rows.position[:, None] - back
     seen = (position >= 0) & (back < geom.window)
     slot = tables.req_to_token[rows.req[:, None], position.clamp(min=0)].long().where(seen, -1)
-    meta.swa_page_indices.copy_(_swa_slot(slot, tables, error))
+    meta.swa_page_indices.copy_(planner.window_slot(slot, tables, error))
     for ratio, lengths, out_loc in ((4, meta.c4_lengths, meta.c4_out_loc), (128, meta.c128_lengths, meta.c128_out_loc)):
         if lengths is not None and out_loc is not None:
             lengths.copy_(length // ratio)
@@ -164,15 +164,6 @@ def _plan_prefill(
     seq_len = (requests.first + requests.rows)[owner]
     planned = planner.Rows(ragged_id, position - requests.first[owner], position, seq_len, rows.req[ragged_id])
     planner.plan_rows(planned, requests.planned, tables, geom, plans)
-
-
-def _swa_slot(slot: torch.Tensor, tables: RequestTables, error: torch.Tensor) -> torch.Tensor:
-    """Window slots: -1 for -1, 0 for slots that the table does not hold."""
-    last = tables.num_slots - 1
-    beyond = (slot < -1) | (slot > last)
-    if beyond.any():
-        error.fill_(ERROR_SLOT)
-    return tables.full_to_swa[slot.clamp(0, last)].where(~beyond, 0).where(slot != -1, -1)
 
 
 def _inside(slot: torch.Tensor, live: torch.Tensor, tables: RequestTables, error: torch.Tensor) -> torch.Tensor:

@@ -155,13 +155,17 @@ def _state_loc(
 ) -> torch.Tensor:
     swa_slot = position
     if ratio == 4:
-        slot = tables.req_to_token[req, position].long()
-        last = tables.num_slots - 1
-        beyond = (slot < -1) | (slot > last)
-        if beyond.any():
-            error.fill_(ERROR_SLOT)
-        swa_slot = tables.full_to_swa[slot.clamp(0, last)].where(~beyond, 0).where(slot != -1, -1)
+        swa_slot = window_slot(tables.req_to_token[req, position].long(), tables, error)
     return geom.state_loc(ratio, swa_slot, req, position)
+
+
+def window_slot(slot: torch.Tensor, tables: RequestTables, error: torch.Tensor) -> torch.Tensor:
+    """Window slots of int64 full slots: -1 for -1, and 0 for those that the table does not hold, which are flagged."""
+    last = tables.num_slots - 1
+    beyond = (slot < -1) | (slot > last)
+    if beyond.any():
+        error.fill_(ERROR_SLOT)
+    return tables.full_to_swa[slot.clamp(0, last)].where(~beyond, 0).where(slot != -1, -1)
 
 
 def _store_compress(out: torch.Tensor, rows: torch.Tensor) -> None:
