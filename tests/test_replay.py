@@ -26,8 +26,8 @@ from dsv4_backend.replay import (
     replay_trace,
     synthetic_trace,
 )
-from dsv4_backend.replay.planning import TableMirror
 from dsv4_backend.replay.scheduler import Scheduler
+from dsv4_backend.table_mirror import TableMirror
 
 TINY = {"num_pages": 22, "num_window_pages": 7}
 
