@@ -88,8 +88,9 @@ def _load_c4_row(
         present &= seq_len > 4
     place = place[:, None] + channel + HALF
     value = tl.load(place, mask=present[:, None], other=0.0, eviction_policy="evict_first")
-    absent: tl.constexpr = float("-inf") if i < 4 else 0.0
-    score = tl.load(place + 2 * D, mask=present[:, None], other=absent, eviction_policy="evict_first")
+    score = tl.load(place + 2 * D, mask=present[:, None], other=0.0, eviction_policy="evict_first")
+    if i < 4:
+        score = tl.where((seq_len > 4)[:, None], score, float("-inf"))
     return value, score + tl.load(bias_ptr + i * D + channel)
 
 
@@ -182,7 +183,7 @@ def _compress_c4_kernel(
             v5, s5 = _load_c4_row(5, *window, *source, D)
             v6, s6 = _load_c4_row(6, *window, *source, D)
             v7, s7 = _load_c4_row(7, *window, *source, D)
-            slot = tl.load(out_loc_ptr + row, mask=live & (row < num_tokens), other=0)
+            slot = tl.load(out_loc_ptr + row, mask=live & (row >= 0) & (row < num_tokens), other=0)
             most = tl.maximum(
                 tl.maximum(tl.maximum(s0, s1), tl.maximum(s2, s3)), tl.maximum(tl.maximum(s4, s5), tl.maximum(s6, s7))
             )
@@ -353,7 +354,7 @@ def _finish_step_kernel(
                 place = pooled_ptr + (k.to(tl.int64) * D)[:, None] + tl.arange(0, D)[None, :]
                 value = _norm(tl.load(place, mask=live[:, None], other=0.0), weight_ptr, eps, D)
                 value = _rotate(value, seq_len - 128, live, rope_ptr, num_positions, ROWS, D, ROPE)
-                slot = tl.load(out_loc_ptr + row, mask=live & (row < num_tokens), other=0)
+                slot = tl.load(out_loc_ptr + row, mask=live & (row >= 0) & (row < num_tokens), other=0)
                 _store_entries(
                     value,
                     slot,

@@ -48,6 +48,19 @@ def metadata(
     _measure("metadata", "metadata of a step", impl, device, peer, csv, json, plot)
 
 
+@app.command()
+def compressor(
+    impl: ImplOption = "auto",
+    device: DeviceOption = "auto",
+    peer: PeerOption = None,
+    csv: CsvOption = None,
+    json: JsonOption = None,
+    plot: PlotOption = None,
+) -> None:
+    """Time what fills the cache of a layer in a step, one line a step. On a CPU only the host's time is known."""
+    _measure("compressor", "fill the cache", impl, device, peer, csv, json, plot)
+
+
 def _measure(
     name: str,
     title: str,

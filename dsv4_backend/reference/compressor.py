@@ -12,7 +12,7 @@ from dsv4_backend.layouts import EntryPool
 from dsv4_backend.plans import PACKED_MAX_ROWS, DecodePlan, DecodePlans, PrefillPlan
 from dsv4_backend.reference import kv_store
 
-_INVALID = -1  # the invalid markers of seq_len and ragged_id as int32
+_INVALID = -1  # the invalid marker of seq_len as int32
 
 
 class Entries(NamedTuple):
@@ -44,9 +44,11 @@ def compress(
     """
     entries = completed(plans, ratio)
     pooled = pool_windows(read_windows(kv_score, state, entries, ratio), entries, bias, ratio)
-    first_token = entries.seq_len - ratio
+    first_token = (entries.seq_len - ratio).clamp(0, len(rope) - 1)
     values = kv_store.norm_rope(pooled, norm_weight, eps, first_token, rope)
-    kv_store.store_entries(values=values, slots=out_loc[entries.row], pool=pool)
+    known = (entries.row >= 0) & (entries.row < len(out_loc))
+    slots = out_loc[entries.row.where(known, 0)].where(known, 0)
+    kv_store.store_entries(values=values, slots=slots, pool=pool)
     # After all reads: a row that is kept may take the place of one that was just read.
     write_state(kv_score, state, plans, ratio)
 
@@ -74,9 +76,15 @@ def read_windows(kv_score: torch.Tensor, state: torch.Tensor, entries: Entries, 
     window = READ_WINDOW[ratio]
     place = torch.arange(window, device=kv_score.device)
     page = torch.where(place < window - ratio, entries.read_page_0[:, None], entries.read_page_1[:, None])
-    stored = state[(page * ratio + place % ratio).clamp(0, len(state) - 1)]
-    new = kv_score[(entries.row[:, None] - (window - 1) + place).clamp(min=0)]
+    stored = _rows_or_zero(state, page * ratio + place % ratio)
+    new = _rows_or_zero(kv_score, entries.row[:, None] - (window - 1) + place)
     return torch.where((place < entries.buffer_len[:, None])[..., None], stored, new)
+
+
+def _rows_or_zero(source: torch.Tensor, row: torch.Tensor) -> torch.Tensor:
+    """Rows of `source`; zero for those that it does not have, which only a plan of other tables asks for."""
+    inside = (row >= 0) & (row < len(source))
+    return source[row.where(inside, 0)].where(inside[..., None], 0.0)
 
 
 def pool_windows(windows: torch.Tensor, entries: Entries, bias: torch.Tensor, ratio: int) -> torch.Tensor:
@@ -105,5 +113,5 @@ def write_state(kv_score: torch.Tensor, state: torch.Tensor, plans: PrefillPlan 
         row = torch.arange(len(loc), device=loc.device)
     else:
         row, loc = plan.write_words.long().unbind(dim=1)
-    kept = (row != _INVALID) & (loc >= 0) & (loc < len(state))
+    kept = (row >= 0) & (row < len(kv_score)) & (loc >= 0) & (loc < len(state))
     state[loc[kept]] = kv_score[row[kept]]

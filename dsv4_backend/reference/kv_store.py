@@ -88,6 +88,8 @@ def store_entries(*, values: torch.Tensor, slots: torch.Tensor, pool: EntryPool)
     slots = slots.long()
     kept = (slots > 0) & (slots < pool.num_slots)
     values, slots, layout = values.float()[kept], slots[kept], pool.layout
+    if not len(slots):
+        return
     if layout.hadamard:
         values = hadamard(values)
     if layout.format != "fp8":
