@@ -115,20 +115,30 @@ class Inputs:
 
     def run(self, impl: str, pool: EntryPool | None = None, state: torch.Tensor | None = None) -> None:
         pool = self.pool if pool is None else pool
-        common = dict(norm_weight=self.norm_weight, rope=self.rope, eps=EPS, impl=impl)
         if self.plans is None:
-            store_window(self.kv, self.slots, self.positions, pool, **common)  # type: ignore[arg-type]
+            store_window(
+                self.kv,
+                self.slots,
+                self.positions,
+                pool,
+                norm_weight=self.norm_weight,
+                rope=self.rope,
+                eps=EPS,
+                impl=impl,
+            )
             return
-        state = self.state if state is None else state
-        compress(  # type: ignore[misc]
+        compress(
             self.kv,
-            state,
+            self.state if state is None else state,
             self.plans,
             self.case.ratio,
             pool,
             out_loc=self.out_loc,
             bias=self.bias,
-            **common,  # type: ignore[arg-type]
+            norm_weight=self.norm_weight,
+            rope=self.rope,
+            eps=EPS,
+            impl=impl,
         )
 
 
