@@ -37,8 +37,8 @@ def compress(
         kv_score: float32 [T, width], unit column stride, row stride a multiple of 4 elements, on a 16-byte boundary. A
             row for each of the step's, padding included: width 4 d for ratio 4 (values for the next group, values for
             the own group, scores for the next, scores for the own), 2 d for ratio 128 (values, scores).
-        state: float32 [rows, width], contiguous, on a 16-byte boundary: the rings (`layouts.state_rows`). Read and
-            written. Rows are kept as they are in `kv_score`.
+        state: float32 [rows, width], contiguous, on a 16-byte boundary, whole groups of `ratio` rows: the rings
+            (`layouts.state_rows`). Read and written. Rows are kept as they are in `kv_score`.
         plans: the step's plans, of this ratio at least: PrefillPlan or DecodePlans, of T rows. A prefill plan may have
             room for more.
         ratio: 4 or 128.
@@ -70,6 +70,8 @@ def compress(
     rows = _check_rows("kv_score", kv_score, (STATE_DTYPE,), state_width(ratio, layout.head_dim), device)
     _check_plans(plans, ratio, rows, device)
     _check_dense("state", state, (STATE_DTYPE,), (None, state_width(ratio, layout.head_dim)), device)
+    if state.shape[0] % ratio:
+        raise ValueError(f"state: expected a multiple of {ratio} rows, got {state.shape[0]}")
     _check_dense("out_loc", out_loc, (torch.int64,), (rows,), device)
     _check_dense("bias", bias, (torch.float32,), (bias_rows(ratio), layout.head_dim), device)
     _check_norm_rope(norm_weight, rope, eps, pool)

@@ -16,7 +16,7 @@ from dsv4_triton_kernels import compressor, kv_store, metadata, planner
 
 CAPABILITIES = (90, 100, 103, 120)
 INPUTS = ("seq_ptr", "extend_ptr", "req_ptr", "loc_ptr", "req_to_token_ptr", "full_to_swa_ptr")
-INPUTS += ("slot_ptr", "position_ptr", "out_loc_ptr", "count_ptr")
+INPUTS += ("slot_ptr", "position_ptr", "out_loc_ptr")
 WIDE_OUTPUTS = ("row_req_ptr", "req_per_row_ptr", "raw_out_ptr", "c4_out_ptr", "c128_out_ptr")
 NO_LAYOUT = {
     "LAYOUT": False,

@@ -44,7 +44,7 @@ def _norm(value, weight_ptr, eps, D: tl.constexpr):
     """RMS norm of each row of `value`, [ROWS, D]."""
     weight = tl.load(weight_ptr + tl.arange(0, D))[None, :]
     mean = tl.sum(value * value, 1) / D
-    return value * tl.div_rn(1.0, tl.sqrt_rn(mean + eps))[:, None] * weight
+    return value * tl.rsqrt(mean + eps)[:, None] * weight
 
 
 @triton.jit
