@@ -56,3 +56,25 @@ def metadata(impl: str, device: torch.device) -> ModuleType:
     from dsv4_backend.reference import metadata as reference
 
     return reference
+
+
+def compressor(impl: str, device: torch.device) -> ModuleType:
+    """The module whose `compress` runs `impl` on `device`."""
+    if resolve_impl(impl, device) == "triton":
+        from dsv4_triton_kernels import compressor as kernels
+
+        return kernels
+    from dsv4_backend.reference import compressor as reference
+
+    return reference
+
+
+def kv_store(impl: str, device: torch.device) -> ModuleType:
+    """The module whose `store_window` and `store_entries` run `impl` on `device`."""
+    if resolve_impl(impl, device) == "triton":
+        from dsv4_triton_kernels import kv_store as kernels
+
+        return kernels
+    from dsv4_backend.reference import kv_store as reference
+
+    return reference

@@ -11,10 +11,12 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from dsv4_triton_kernels import metadata, planner
+from dsv4_backend.layouts import EntryLayout
+from dsv4_triton_kernels import compressor, kv_store, metadata, planner
 
 CAPABILITIES = (90, 100, 103, 120)
 INPUTS = ("seq_ptr", "extend_ptr", "req_ptr", "loc_ptr", "req_to_token_ptr", "full_to_swa_ptr")
+INPUTS += ("slot_ptr", "position_ptr", "out_loc_ptr")
 WIDE_OUTPUTS = ("row_req_ptr", "req_per_row_ptr", "raw_out_ptr", "c4_out_ptr", "c128_out_ptr")
 NO_LAYOUT = {
     "LAYOUT": False,
@@ -32,7 +34,14 @@ PREFILL = {**GEOMETRY, **NO_LAYOUT, "C4_WRITE_PAD": 10, "C128_WRITE_PAD": 130, "
 BOTH = {"HAS_C4": True, "HAS_C128": True, "PDL": True}
 
 
-def compile_kernel(kernel: object, capability: int, lengths: str, constants: dict[str, object]) -> None:
+FLOATS = ("kv_score_ptr", "state_ptr", "bias_ptr", "weight_ptr", "rope_ptr", "pooled_ptr")
+CACHE_POINTERS = {**dict.fromkeys(FLOATS, "*fp32"), "eps": "fp32", "out_loc_ptr": "*i64"}
+
+
+def compile_kernel(
+    kernel: object, capability: int, lengths: str, constants: dict[str, object], types: dict[str, str] | None = None
+) -> None:
+    """`types`: of arguments that are not what the planner's of the same kind are."""
     constants = dict(constants)
     num_warps = constants.pop("num_warps")
     names = kernel.arg_names  # type: ignore[attr-defined]
@@ -40,6 +49,8 @@ def compile_kernel(kernel: object, capability: int, lengths: str, constants: dic
     for name in names:
         if name in constants:
             signature[name] = "constexpr"
+        elif types and name in types:
+            signature[name] = types[name]
         elif name in ("seq_ptr", "extend_ptr", "req_ptr", "loc_ptr"):
             signature[name] = lengths
         elif name.endswith("_ptr"):
@@ -110,11 +121,40 @@ def metadata_cases() -> Iterator[tuple[object, str, dict[str, object]]]:
     yield metadata._build_metadata_kernel, "*i32", both
 
 
+def cache_cases() -> Iterator[tuple[object, str, dict[str, object], dict[str, str]]]:
+    """Compressor and store of every format; both forms of a step, and wide plans."""
+    layouts = [EntryLayout(kv, 512, 64, 64) for kv in ("fp8", "bf16", "fp32")]
+    layouts += [EntryLayout(kv, 128, 64, 64, indexer=True) for kv in ("fp8", "bf16")]
+    layouts += [EntryLayout("bf16", 64, 16, 64), EntryLayout("fp32", 32, 16, 64, indexer=True)]
+    for layout in layouts:
+        data = {"fp8": "*u8", "bf16": "*i16", "fp32": "*fp32"}[layout.format]
+        extra = ("*fp32" if layout.indexer else "*i16") if layout.format == "fp8" else data
+        types = {**CACHE_POINTERS, "data_ptr": data, "extra_ptr": extra}
+        pool, dim = kv_store.pool_constants(layout), layout.head_dim
+        stored = kv_store.ROWS_BY_DIM.get(dim, kv_store.SMALL_ROWS)
+        for value, slot, norm_rope in (("*bf16", "*i32", True), ("*fp32", "*i64", False)):
+            inputs = {"value_ptr": value, "slot_ptr": slot, "position_ptr": slot}
+            yield kv_store._store_kv_kernel, "", {"NORM_ROPE": norm_rope, **pool, **stored, "PDL": True}, types | inputs
+        finish = {**pool, **compressor.FINISH_ROWS.get(dim, compressor.SMALL_ROWS), "PDL": True}
+        c4 = {**pool, **compressor.C4_ROWS.get(dim, compressor.SMALL_ROWS), "PDL": True}
+        parts = {"D": dim, **compressor.POOL_PARTS, "PDL": True}
+        for form in ("packed", "decode", "wide") if layout is layouts[0] else ("packed", "decode"):
+            yield compressor._compress_c4_kernel, "", {"FORM": form, **c4}, types
+            if layout.indexer:
+                continue
+            yield compressor._pool_c128_kernel, "", {"FORM": form, **parts}, types
+            both = {"FORM": form, "ENTRIES": True, "WIDTH": 2 * dim, **finish}
+            yield compressor._finish_step_kernel, "", both, types
+        write = {"FORM": "packed", "ENTRIES": False, "WIDTH": 4 * dim, **finish}
+        yield compressor._finish_step_kernel, "", write, types
+
+
 def main() -> None:
     for capability in CAPABILITIES:
         done = 0
-        for kernel, lengths, constants in (*cases(), *metadata_cases()):
-            compile_kernel(kernel, capability, lengths, constants)
+        for case in (*cases(), *metadata_cases(), *cache_cases()):
+            kernel, lengths, constants, *types = case
+            compile_kernel(kernel, capability, lengths, constants, *types)
             done += 1
         print(f"sm_{capability}: {done} kernels")
 

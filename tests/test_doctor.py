@@ -93,7 +93,9 @@ def test_memory_follows_capacity_and_model() -> None:
     result = CliRunner(env={"COLUMNS": "200"}).invoke(app, ["doctor", "--memory"])
     assert result.exit_code == 0, result.output
     rows = {}
-    for line in result.output.splitlines()[2:]:
+    for line in result.output.split("cache of all layers")[0].splitlines()[2:]:
+        if not line.strip():
+            continue
         mode, bucket, *sizes = line.split()[:6]
         rows[mode, int(bucket.replace(",", ""))] = [int(size.replace(",", "")) for size in sizes]
     flash, pro, flash_1m, pro_1m = rows["DECODE", 256]
@@ -104,3 +106,30 @@ def test_memory_follows_capacity_and_model() -> None:
     # Once a request, 8,192 rows take less than eight times as much as 1,024 would once a row.
     assert rows["EXTEND", 8192][2] < rows["EXTEND", 2048][2] * 4
     assert "one a request" in result.output
+
+
+def cache_sizes(*options: str) -> dict[tuple[str, ...], list[float]]:
+    """The table of caches: (model, format, requests, rings) to GiB by kind and in all."""
+    result = CliRunner(env={"COLUMNS": "200"}).invoke(app, ["doctor", "--memory", *options])
+    assert result.exit_code == 0, result.output
+    cells = [line.split() for line in result.output.split("cache of all layers")[1].splitlines()[2:]]
+    return {(*row[:3], row[-1]): [float(cell.replace(",", "")) for cell in row[3:-1]] for row in cells}
+
+
+def test_memory_of_caches_is_what_they_take() -> None:
+    rows = cache_sizes()
+    window, c4, c128, keys, state, total = rows["V4-Flash", "fp8", "1", "8/128"]
+    assert total == pytest.approx(window + c4 + c128 + keys + state, abs=0.03)
+    pages = 4097
+    assert c4 == pytest.approx(21 * pages * 37_440 / 2**30, abs=0.01)
+    assert c128 == pytest.approx(20 * pages * 1728 / 2**30, abs=0.01)
+    assert keys == pytest.approx(21 * pages * 8448 / 2**30, abs=0.01)
+    assert rows["V4-Flash", "fp8", "64", "16/256"][4] > 1.9 * rows["V4-Flash", "fp8", "64", "8/128"][4]
+    assert rows["V4-Pro", "bf16", "8", "8/128"][1] > rows["V4-Flash", "bf16", "8", "8/128"][1]
+
+
+def test_memory_of_caches_for_a_number_of_requests() -> None:
+    rows = cache_sizes("--requests", "3")
+    assert {key[2] for key in rows} == {"3"}
+    for options in (["--requests", "3"], ["--memory", "--requests", "0"]):
+        assert CliRunner().invoke(app, ["doctor", *options]).exit_code == 2

@@ -32,8 +32,8 @@ from dsv4_backend.replay import (
 from dsv4_backend.replay.building import raw_batch
 from dsv4_backend.replay.builds import BuildMode, builds_of
 from dsv4_backend.replay.plan_faults import PLAN_FAULTS
-from dsv4_backend.replay.planning import TableMirror
 from dsv4_backend.replay.scheduler import Scheduler, bucket_rows
+from dsv4_backend.table_mirror import TableMirror
 
 TINY = {"num_pages": 22, "num_window_pages": 7}
 

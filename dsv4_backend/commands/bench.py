@@ -78,6 +78,19 @@ def metadata(
     _beside_peer("metadata", "metadata of a step", impl, device, peer, _Files(csv, json, plot))
 
 
+@app.command()
+def compressor(
+    impl: ImplOption = "auto",
+    device: DeviceOption = "auto",
+    peer: PeerOption = None,
+    csv: CsvOption = None,
+    json: JsonOption = None,
+    plot: PlotOption = None,
+) -> None:
+    """Time what fills the cache of a layer in a step, one line a step. On a CPU only the host's time is known."""
+    _beside_peer("compressor", "fill the cache", impl, device, peer, _Files(csv, json, plot))
+
+
 @app.command("graph-replay")
 def graph_replay(
     device: DeviceOption = "auto",

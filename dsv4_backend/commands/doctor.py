@@ -12,6 +12,8 @@ from rich.markup import escape
 from rich.table import Table
 
 from dsv4_backend.batch import ForwardMode
+from dsv4_backend.cache import CacheSize, DSV4Cache
+from dsv4_backend.commands.common import clean_errors
 from dsv4_backend.config import DSV4Config
 from dsv4_backend.dispatch import has_triton, interpreter_on
 from dsv4_backend.geometry import RATIOS, CacheGeometry
@@ -22,20 +24,34 @@ PACKAGES = ("torch", "triton", "numpy", "einops", "rich", "typer", "matplotlib",
 
 
 MEMORY_CAPACITIES = (65_536, 1_048_576)
+MEMORY_REQUESTS = (1, 8, 64)
+MEMORY_CHUNK = 8192
 MEMORY_ROWS = {
     ForwardMode.DECODE: (1, 64, 256),
     ForwardMode.TARGET_VERIFY: (4, 256, 1024),
     ForwardMode.EXTEND: (2048, 8192),
 }
 
-MemoryOption = Annotated[bool, typer.Option("--memory", help="Print the bytes of metadata buffers instead.")]
+MemoryOption = Annotated[bool, typer.Option("--memory", help="Print the bytes of metadata buffers and caches instead.")]
+
+RequestsOption = Annotated[
+    int | None, typer.Option(metavar="N", help="With --memory: the cache of N requests, instead of 1, 8 and 64.")
+]
 
 
-def doctor(memory: MemoryOption = False) -> None:
+def doctor(memory: MemoryOption = False, requests: RequestsOption = None) -> None:
     """Say what this machine can run, and why not."""
     console = Console(soft_wrap=True)
+    if requests is not None:
+        with clean_errors():
+            if not memory:
+                raise ValueError("--requests: expected --memory with it, got none")
+            if requests < 1:
+                raise ValueError(f"--requests: expected at least 1, got {requests}")
     if memory:
         console.print(_metadata_table())
+        console.print()
+        console.print(_cache_table(MEMORY_REQUESTS if requests is None else (requests,)))
         return
     versions = Table("package", "version", box=None)
     for name in ("dsv4-backend", *PACKAGES):
@@ -73,6 +89,30 @@ def _metadata_table() -> Table:
     return table
 
 
+def _cache_table(requests: tuple[int, ...]) -> Table:
+    """Bytes of a cache of all decoder layers, with room for N requests of a million tokens."""
+    kinds = ("window", "c4", "c128", "index keys", "state")
+    context = MEMORY_CAPACITIES[-1]
+    title = f"cache of all layers, {context:,} tokens a request, prompt chunks of {MEMORY_CHUNK:,}, GiB"
+    table = Table("model", "format", "requests", box=None, title=title, title_justify="left")
+    for name in (*kinds, "total", "rings"):
+        table.add_column(name, justify="right")
+    device = torch.device("meta")
+    for name, cfg in {"V4-Flash": DSV4Config.v4_flash(), "V4-Pro": DSV4Config.v4_pro()}.items():
+        for form in ("fp8", "bf16"):
+            for count in requests:
+                for drafts in (0, 4):
+                    geom = CacheGeometry.for_drafts(drafts)
+                    size = CacheSize.for_requests(
+                        cfg, geom, num_requests=count, max_seq_len=context, chunk_size=MEMORY_CHUNK
+                    )
+                    found = DSV4Cache(cfg, geom, size, format=form, device=device).nbytes()
+                    cells = [f"{found[kind] / 2**30:,.2f}" for kind in kinds]
+                    total = f"{sum(found.values()) / 2**30:,.2f}"
+                    table.add_row(name, form, str(count), *cells, total, f"{geom.c4_ring}/{geom.c128_ring}")
+    return table
+
+
 def _features() -> list[tuple[str, bool, str]]:
     plot = has_plotting()
     gpu = torch.cuda.is_available()
@@ -85,8 +125,8 @@ def _features() -> list[tuple[str, bool, str]]:
     else:
         triton = False, "no GPU; TRITON_INTERPRET=1 runs it in Triton's interpreter"
     return [
-        ('planner and metadata, impl="torch"', True, "runs on any device that torch has"),
-        ('planner and metadata, impl="triton"', *triton),
+        ('planner, metadata and compressor, impl="torch"', True, "runs on any device that torch has"),
+        ('planner, metadata and compressor, impl="triton"', *triton),
         ("dsv4 replay, dsv4 verify", True, "on the CPU, and on a CUDA GPU where there is one"),
         ("draft graph runner, dsv4 capture-test", True, "CUDA graphs" if gpu else "without graphs: no GPU"),
         ("dsv4 bench", True, "GPU and host time" if gpu else "host time only: no GPU"),

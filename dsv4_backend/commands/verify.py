@@ -11,9 +11,13 @@ import typer
 from rich.console import Console
 from rich.markup import escape
 
+from dsv4_backend import chunks as chunking
+from dsv4_backend.attention_goldens import load_attention_goldens
+from dsv4_backend.attention_verify import verify_attention
 from dsv4_backend.commands.common import DeviceOption, ImplOption, clean_errors, pick_device
 from dsv4_backend.dispatch import resolve_impl
 from dsv4_backend.goldens import load_plan_goldens
+from dsv4_backend.layouts import FORMATS
 from dsv4_backend.metadata_goldens import load_metadata_goldens
 from dsv4_backend.metadata_verify import verify_metadata
 from dsv4_backend.verify import verify_plan
@@ -49,6 +53,40 @@ def metadata(
 ) -> None:
     """Check the metadata of steps. Exit code 1: a difference. 2: nothing to check, or a file that cannot be read."""
     _verify(directory, load_metadata_goldens, verify_metadata, impl, device)
+
+
+@app.command()
+def attention(
+    directory: Annotated[Path, typer.Argument(metavar="DIR", help="Folder with attention goldens and manifest.json.")],
+    impl: ImplOption = "auto",
+    device: DeviceOption = "auto",
+    chunks: Annotated[
+        str, typer.Option(help="How a sequence is cut: sizes and then rest, or token, or random:SEED.")
+    ] = "7,1,2,rest",
+    kv: Annotated[str, typer.Option(help=f"Format of the cache: {', '.join(FORMATS)}.")] = "fp32",
+) -> None:
+    """Check what a layer stores in the cache. Exit code 1: a difference. 2: nothing to check, or an unreadable file."""
+    with clean_errors():
+        where = pick_device(device)
+        chosen = resolve_impl(impl, where)
+        chunking.check(chunks)
+        if kv not in FORMATS:
+            raise ValueError(f"--kv: expected one of {', '.join(FORMATS)}, got {kv!r}")
+        goldens = load_attention_goldens(directory)
+    console = Console(highlight=False, soft_wrap=True)
+    counts: dict[bool | None, int] = {True: 0, False: 0, None: 0}
+    for golden in goldens:
+        verdict = verify_attention(golden, chosen, where, chunks=chunks, kv=kv)
+        counts[verdict.ok] += 1
+        label = {True: "[green]ok[/]  ", False: "[red]DIFF[/]", None: "skip"}[verdict.ok]
+        console.print(f"{label} {escape(golden.name)}: {escape(verdict.text)}")
+    console.print(
+        f"{counts[True] + counts[False]} checked, {counts[True]} equal, {counts[False]} different, "
+        f"{counts[None]} skipped (impl {chosen}, {where}, chunks {chunks}, kv {kv})"
+    )
+    if not counts[True] + counts[False]:
+        raise typer.Exit(2)
+    raise typer.Exit(1 if counts[False] else 0)
 
 
 def _verify(

@@ -3,9 +3,9 @@
 `replay_trace` is the entry point; `PagePool` and `PrefixCache` also serve on their own.
 """
 
+from dsv4_backend.page_pool import PagePool
 from dsv4_backend.replay.faults import FAULTS
 from dsv4_backend.replay.options import ReplayOptions
-from dsv4_backend.replay.pool import PagePool
 from dsv4_backend.replay.prefix_cache import PrefixCache
 from dsv4_backend.replay.runner import ReplayResult, replay_trace
 from dsv4_backend.replay.step import Step, StepMode

@@ -1,4 +1,4 @@
-"""Plans a step by the planner alone, and keeps a device copy of the slot tables for it."""
+"""Plans a step by the planner alone."""
 
 from __future__ import annotations
 
@@ -18,38 +18,8 @@ from dsv4_backend.replay.image import (
     decode_records,
     write_records,
 )
-from dsv4_backend.replay.pool import PagePool
 from dsv4_backend.replay.step import Step, StepMode
 from dsv4_backend.tables import RequestTables
-
-
-class TableMirror:
-    """Slot tables on a device that follow a pool's. On a CPU they share its memory.
-
-    Args:
-        pool: the pool.
-        device: where plans are made.
-    """
-
-    def __init__(self, pool: PagePool, device: torch.device) -> None:
-        self._pool, self._shared = pool, device.type == "cpu"
-        req_to_token, full_to_swa = torch.from_numpy(pool.req_to_token), torch.from_numpy(pool.full_to_swa)
-        if not self._shared:
-            pool.take_changes()
-        self.tables = RequestTables(req_to_token.to(device), full_to_swa.to(device))
-
-    def refresh(self) -> RequestTables:
-        """Copies what changed since the last call to the device and returns the tables."""
-        if not self._shared:
-            rows, slots = self._pool.take_changes()
-            columns = self._pool.req_to_token.shape[1]
-            _copy_ranges(
-                self._pool.req_to_token,
-                self.tables.req_to_token,
-                [(r * columns + a, r * columns + b) for r, a, b in rows],
-            )
-            _copy_ranges(self._pool.full_to_swa, self.tables.full_to_swa, slots)
-        return self.tables
 
 
 class StepPlanner:
@@ -108,11 +78,3 @@ def plan_image(plan: PrefillPlan | DecodePlans) -> PlanImage:
             lists[ratio] = RatioImage(compress_records(part.compress), write_records(part.write))
     header = plan.header.cpu().numpy().copy() if isinstance(plan, PrefillPlan) else None
     return PlanImage(header, lists, decode, int(plan.error))
-
-
-def _copy_ranges(source: np.ndarray, target: torch.Tensor, ranges: list[tuple[int, int]]) -> None:
-    if not ranges:
-        return
-    places = np.concatenate([np.arange(start, stop) for start, stop in ranges])
-    values = torch.from_numpy(source.reshape(-1)[places])
-    target.view(-1)[torch.from_numpy(places).to(target.device)] = values.to(target.device)

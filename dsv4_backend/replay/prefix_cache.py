@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from dsv4_backend.replay.pool import PagePool
+from dsv4_backend.page_pool import PagePool
 
 
 @dataclass

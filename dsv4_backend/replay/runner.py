@@ -8,18 +8,18 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from dsv4_backend.page_pool import PagePool
 from dsv4_backend.replay.building import BuildCost, BuiltStep, StepBuilder, cache_sizes
 from dsv4_backend.replay.judging import judge
 from dsv4_backend.replay.ledger import Ledger
 from dsv4_backend.replay.options import ReplayOptions
-from dsv4_backend.replay.planning import TableMirror
-from dsv4_backend.replay.pool import PagePool
 from dsv4_backend.replay.prefix_cache import PrefixCache
 from dsv4_backend.replay.scheduler import Scheduler
 from dsv4_backend.replay.step import Step, StepMode
 from dsv4_backend.replay.stepfile import SavedStep
 from dsv4_backend.replay.trace import BLOCK_TOKENS, TraceRequest
 from dsv4_backend.replay.violation import Violation
+from dsv4_backend.table_mirror import TableMirror
 
 Progress = Callable[[int, int, int], None]
 """Called after each step with (requests finished, requests in all, steps so far)."""

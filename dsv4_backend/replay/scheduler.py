@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from dsv4_backend.replay.pool import PagePool
+from dsv4_backend.page_pool import PagePool
 from dsv4_backend.replay.prefix_cache import PrefixCache
 from dsv4_backend.replay.step import Admission, Step, StepMode
 from dsv4_backend.replay.trace import BLOCK_TOKENS, TraceRequest, prefix_chains

@@ -1,0 +1,129 @@
+"""Reads goldens of attention layers: inputs, weights and right answers of another implementation."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from dsv4_backend.config import DSV4Config
+from dsv4_backend.goldens import check_folder, load_arrays
+
+_CONFIG = {
+    "hidden_size": "hidden",
+    "num_heads": "heads",
+    "head_dim": "head_dim",
+    "rope_dim": "rope_dim",
+    "q_lora_rank": "q_lora",
+    "o_groups": "o_groups",
+    "o_lora_rank": "o_lora",
+    "window": "window",
+    "index_topk": "index_topk",
+    "index_heads": "index_heads",
+    "index_head_dim": "index_dim",
+    "rms_norm_eps": "eps",
+    "rope_theta": "rope_theta",
+    "compress_rope_theta": "compress_rope_theta",
+}
+_YARN = {
+    "yarn_factor": "factor",
+    "yarn_beta_fast": "beta_fast",
+    "yarn_beta_slow": "beta_slow",
+    "yarn_original_max_position": "original_max_position_embeddings",
+}
+_REQUIRED = {"x", "w_wkv", "w_kv_norm", "kv_rope"}
+_COMPRESSED = {"w_comp_ape", "w_comp_wkv", "w_comp_wgate", "w_comp_norm", "comp_kv"}
+_INDEXED = {"w_idx_comp_ape", "w_idx_comp_wkv", "w_idx_comp_wgate", "w_idx_comp_norm", "idx_k"}
+
+
+@dataclass(frozen=True)
+class AttentionGolden:
+    """One layer on one sequence.
+
+    Attributes:
+        name: file name without its suffix.
+        ratio: compression ratio of the layer.
+        settings: its `cfg` in manifest.json.
+        arrays: the file's arrays by name (tests/goldens/README.md explains them).
+    """
+
+    name: str
+    ratio: int
+    settings: dict[str, Any]
+    arrays: dict[str, np.ndarray]
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.arrays["x"])
+
+    @cached_property
+    def config(self) -> DSV4Config:
+        """A model of this one layer."""
+        sizes = {field: self.settings[key] for field, key in _CONFIG.items()}
+        yarn = {field: self.settings["yarn"][key] for field, key in _YARN.items()}
+        return DSV4Config(**sizes, **yarn, max_position=self.num_tokens, compress_ratios=(self.ratio,))
+
+    def tensor(self, name: str, device: torch.device | str) -> torch.Tensor:
+        return torch.from_numpy(self.arrays[name]).to(device)
+
+    def project(self, names: tuple[str, ...], device: torch.device | str) -> torch.Tensor:
+        """float32 [T, channels]: `x` times these weights, side by side, in float64 until the end: never TF32."""
+        weights = torch.cat([self.tensor(name, device).double() for name in names])
+        return (self.tensor("x", device).double() @ weights.T).float()
+
+
+def load_attention_goldens(directory: Path) -> list[AttentionGolden]:
+    """All attention goldens of a folder, in order of name.
+
+    Raises:
+        ValueError: the folder or its manifest.json is missing, there is no golden, or one of them cannot be read.
+    """
+    check_folder(directory)
+    manifest = _load_manifest(directory / "manifest.json")
+    goldens = []
+    for path in sorted(directory.glob("*.npz")):
+        if path.name not in manifest:
+            raise ValueError(f"{path}: expected an entry in manifest.json, got none")
+        entry, arrays = manifest[path.name], load_arrays(path)
+        _check_golden(path, entry, arrays)
+        goldens.append(AttentionGolden(path.stem, entry["compress_ratio"], entry["cfg"], arrays))
+    if not goldens:
+        raise ValueError(f"{directory}: expected at least one golden (*.npz), got none")
+    return goldens
+
+
+def _load_manifest(path: Path) -> dict[str, dict[str, Any]]:
+    try:
+        return {entry["file"]: entry for entry in json.loads(path.read_text())["files"]}
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ValueError(f"{path}: expected the goldens' manifest, got {type(error).__name__}: {error}") from error
+
+
+def _check_golden(path: Path, entry: dict[str, Any], arrays: dict[str, Any]) -> None:
+    """Raises ValueError unless a golden has what is checked of it, in shapes that go together."""
+    ratio, settings = entry.get("compress_ratio"), entry.get("cfg")
+    if ratio not in (0, 4, 128) or not isinstance(settings, dict):
+        raise ValueError(f"{path}: expected compress_ratio 0, 4 or 128 and cfg in manifest.json, got {ratio!r}")
+    missing = sorted({*_CONFIG.values(), "yarn"} - settings.keys())
+    if missing:
+        raise ValueError(f"{path}: expected cfg with {', '.join(missing)} in manifest.json, got none")
+    required = _REQUIRED | (_COMPRESSED if ratio else set()) | (_INDEXED if ratio == 4 else set())
+    missing = sorted(required - arrays.keys())
+    if missing:
+        raise ValueError(f"{path}: expected a golden of ratio {ratio}, got none of {', '.join(missing)}")
+    tokens, dim = len(arrays["x"]), settings["head_dim"]
+    shapes = {"x": (tokens, settings["hidden"]), "kv_rope": (tokens, dim)}
+    if ratio:
+        shapes["comp_kv"] = (tokens // ratio, dim)
+    if ratio == 4:
+        shapes["idx_k"] = (tokens // 4, settings["index_dim"])
+    for name, shape in shapes.items():
+        if arrays[name].shape != shape or arrays[name].dtype != np.float32:
+            raise ValueError(
+                f"{path}: {name}: expected float32 {list(shape)}, got {arrays[name].dtype} {list(arrays[name].shape)}"
+            )
