@@ -77,7 +77,19 @@ class PrefillPlan(NamedTuple):
     pin_buffer: torch.Tensor | None = None
 
 
+@dataclass
+class EarlierCore(Core):
+    """As 0.5.16 has it."""
+
+    index_topk: int = field(init=False)
+    present_ratios: tuple[int, ...] = field(init=False)
+    c0_flashmla_metadata: Any = field(init=False)
+    c4_sparse_topk: int = 0
+    c1_flashmla_metadata: Any = field(init=False)
+
+
 TYPES = EngineTypes(Core, Metadata, DecodePlan, PrefillPlan, object, RELEASES["0.5.23"])
+EARLIER_TYPES = EngineTypes(EarlierCore, Metadata, DecodePlan, PrefillPlan, object, RELEASES["0.5.16"])
 
 
 class Backend:
@@ -200,9 +212,9 @@ class MultiStep(Backend):
         self.attn_backends = [SimpleNamespace(forward_metadata=None) for _ in range(self.speculative_num_steps)]
 
 
-def adopted(backend: Any) -> Any:
+def adopted(backend: Any, types: EngineTypes = TYPES) -> Any:
     """`backend` with our metadata."""
-    return adopt(backend, MetadataSource(backend, TYPES))
+    return adopt(backend, MetadataSource(backend, types))
 
 
 def forward_batch(mode: Mode, req: torch.Tensor, seq_lens: torch.Tensor, loc: torch.Tensor, **extra: Any) -> Any:

@@ -12,11 +12,11 @@ import pytest
 import torch
 
 import dsv4_backend as d4
-from dsv4_backend.adapters.sglang.batches import plan_row_counts
+from dsv4_backend.adapters.sglang.batches import extend_batch, plan_row_counts
 from dsv4_backend.adapters.sglang.plugin import register
 from dsv4_backend.adapters.sglang.releases import RELEASES, release_of
 from dsv4_backend.adapters.sglang.source import MetadataSource
-from sglang_fakes import TYPES, Backend, Mode, MultiStep, adopted, forward_batch
+from sglang_fakes import EARLIER_TYPES, TYPES, Backend, EarlierCore, Mode, MultiStep, adopted, forward_batch
 
 CONTEXT = 1024
 
@@ -67,6 +67,21 @@ def test_decode_hands_over_clamped_lengths_and_plans() -> None:
     plan = d4.plan_decode(seq, torch.tensor([2, 1, 3]), TABLES, d4.CacheGeometry())
     assert torch.equal(metadata.c4_compress_metadata.plan_d, plan.c4.rows)
     assert torch.equal(metadata.c128_compress_metadata[1], plan.c128.rows)
+
+
+def test_an_earlier_release_names_things_differently() -> None:
+    backend = Backend(TABLES)
+    backend.c4_topk = backend.index_topk
+    del backend.index_topk
+    adopted(backend, EARLIER_TYPES)
+    batch = forward_batch(Mode.DECODE, torch.tensor([2]), torch.tensor([256]), slots([2], [255], [1]))
+    backend.init_forward_metadata(batch)
+    core = backend.forward_metadata.core_attn_metadata
+    assert type(core) is EarlierCore
+    assert core.c4_sparse_topk == core.c4_sparse_page_indices.shape[1] == 512
+    assert core.c1_flashmla_metadata is not None
+    assert not hasattr(core, "c0_flashmla_metadata")
+    assert not hasattr(core, "present_ratios")
 
 
 def test_prompt_tables_are_as_wide_as_the_batch_and_plans_as_long_as_they_must_be() -> None:
@@ -120,7 +135,8 @@ def test_eager_steps_of_any_size_share_their_tensors() -> None:
     backend = adopted(Backend(TABLES))
     for rows in range(9, 17):
         backend.init_forward_metadata(prompt([1], [0], [rows]))
-    assert len(backend.dsv4_source.builder.buffers()) == 1
+    with backend.dsv4_source.building_eagerly():
+        assert len(backend.dsv4_source.builder.buffers()) == 1
 
 
 def test_a_new_mapping_is_followed() -> None:
@@ -132,6 +148,18 @@ def test_a_new_mapping_is_followed() -> None:
     backend.token_to_kv_pool.full_to_swa_index_mapping = moved
     backend.init_forward_metadata(batch)
     assert torch.equal(backend.forward_metadata.core_attn_metadata.swa_out_cache_loc, first + 256)
+
+
+@pytest.mark.parametrize("padding", [1, 99, 100, 101, 250])
+def test_padding_of_a_prompt_copies_nothing_from_the_host(padding: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A list that becomes a tensor on a GPU waits for all that is under way there."""
+    one, loc = torch.tensor([1]), torch.zeros(7 + padding, dtype=torch.int64)
+    for name in ("tensor", "as_tensor", "from_numpy"):
+        monkeypatch.delattr(torch, name)
+    batch = extend_batch(one, one * 9, one * 7, loc, 7, 100)
+    assert batch.extend_lens.tolist() == [7, *[100] * (padding // 100), *([padding % 100] if padding % 100 else [])]
+    assert batch.seq_lens[1:].tolist() == batch.extend_lens[1:].tolist()
+    assert batch.req_pool_indices.tolist() == [1] + [0] * (len(batch.extend_lens) - 1)
 
 
 def test_draft_steps_of_an_idle_rank_are_padding() -> None:

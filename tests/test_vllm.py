@@ -60,6 +60,7 @@ def test_ids_of_a_padded_batch() -> None:
         ({"block_size": 64}, "block_size: expected a multiple of 128, got 64"),
         ({"swa_block_size": 0}, "swa_block_size: expected a positive int, got 0"),
         ({"swa_block_table": WINDOW_BLOCKS[:2]}, "swa_block_table: expected 3 elements, got 2"),
+        ({"num_blocks": 2**23 + 1}, "num_blocks: expected slots of at most 31 bits, got 8388609 blocks of 256"),
         ({"block_table": BLOCKS[:, :0]}, "block_table: expected at least one column, got none"),
         ({"block_table": BLOCKS.float()}, "block_table: expected dtype int"),
     ],

@@ -37,6 +37,8 @@ def request_tables(
             raise ValueError(f"{name}: expected a positive int, got {value!r}")
     if type(block_size) is not int or block_size < 128 or block_size % 128:
         raise ValueError(f"block_size: expected a multiple of 128, got {block_size!r}")
+    if num_blocks * block_size > 2**31:
+        raise ValueError(f"num_blocks: expected slots of at most 31 bits, got {num_blocks} blocks of {block_size}")
     if not block_table.shape[1]:
         raise ValueError("block_table: expected at least one column, got none")
 

@@ -119,8 +119,9 @@ def test_a_batch_above_the_buckets_is_left_to_sglang(worker: Any) -> None:
     [
         ("hot_token_id", torch.zeros(1), "a draft vocabulary of its own"),
         ("topk", 2, "drafts with 2 branches"),
-        ("draft_attn_backend", SimpleNamespace(), "a draft backend that is not ours"),
+        ("draft_attn_backend", SimpleNamespace(), ""),  # another model: not worth a word
     ],
+    ids=["vocabulary", "branches", "not ours"],
 )
 def test_other_drafts_get_sglangs_runner(
     worker: Any, field: str, value: Any, reason: str, caplog: pytest.LogCaptureFixture
@@ -129,5 +130,5 @@ def test_other_drafts_get_sglangs_runner(
     # SGLang's own runner wants a GPU, and fails: that it was asked for is what counts.
     with caplog.at_level(logging.WARNING), pytest.raises(Exception) as raised:  # noqa: PT011
         eagle_worker_v2.EAGLEDraftCudaGraphRunner(worker)
-    assert reason in caplog.text
+    assert reason in caplog.text if reason else not caplog.text
     assert "dsv4" not in str(raised.value)

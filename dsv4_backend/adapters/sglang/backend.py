@@ -38,6 +38,7 @@ def backend_class(base: Any) -> type:
                     super().init_forward_metadata(forward_batch)
 
         def init_forward_metadata_out_graph(self, forward_batch: Any, in_capture: bool = False) -> None:
+            self.dsv4_source.follow_tables(in_capture)
             super().init_forward_metadata_out_graph(forward_batch, in_capture=in_capture)
             metadata = self.forward_metadata
             if in_capture and hasattr(metadata, "out_cache_loc"):  # a graph is going to build it
@@ -141,6 +142,7 @@ def multi_step_class(base: Any) -> type:
             steps = self.speculative_num_steps
             if steps <= 1:
                 return
+            self.dsv4_source.follow_tables(in_capture)
             size = int(forward_batch.batch_size)
             inputs = self.dsv4_inputs.get(size)
             if inputs is None:
@@ -181,8 +183,9 @@ def adopt(backend: Any, source: MetadataSource) -> Any:
     is_multi_step = hasattr(backend, "attn_backends")
     if is_multi_step:
         source.expect_window_only()
-        backend.dsv4_inputs = {}
-    backend.dsv4_source = source
     base: Any = type(backend)
-    backend.__class__ = (multi_step_class if is_multi_step else backend_class)(base)
+    backend.__class__ = (multi_step_class if is_multi_step else backend_class)(base)  # may raise: so it comes first
+    backend.dsv4_source = source
+    if is_multi_step:
+        backend.dsv4_inputs = {}
     return backend

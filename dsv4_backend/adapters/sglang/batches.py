@@ -63,8 +63,8 @@ def extend_batch(
     """
     padding = out_cache_loc.shape[0] - real_rows
     if padding:
-        counts = [min(longest, padding - start) for start in range(0, padding, longest)]
-        lens = torch.tensor(counts, dtype=torch.int64, device=seq_lens.device)
+        lens = seq_lens.new_full((-(-padding // longest),), longest, dtype=torch.int64)
+        lens[-1:].fill_(padding - longest * (len(lens) - 1))  # numbers, not a tensor: a copy from the host would wait
         req_pool_indices = torch.cat((req_pool_indices.long(), torch.zeros_like(lens)))
         seq_lens = torch.cat((seq_lens.long(), lens))
         extend_lens = torch.cat((extend_lens.long(), lens))
@@ -108,6 +108,7 @@ class DraftInputs:
     out_cache_loc: torch.Tensor
 
     @classmethod
+    @torch.inference_mode(False)  # plain tensors: a replay may be outside of the inference mode of the capture
     def empty(cls, size: int, num_steps: int, device: torch.device) -> DraftInputs:
         """All padding."""
         ints = torch.zeros(size * (2 + num_steps), dtype=torch.int64, device=device)
@@ -120,6 +121,7 @@ class DraftInputs:
         What an idle rank has is not read: all of it becomes padding.
         """
         size, idle = self.req_pool_indices.shape[0], batch.forward_mode.is_idle()
+        pairs = []
         for name, target, filler in (
             ("req_pool_indices", self.req_pool_indices, 0),
             ("seq_lens", self.seq_lens, 1),
@@ -127,9 +129,13 @@ class DraftInputs:
         ):
             source = getattr(batch, name)
             source = source[: 0 if idle else size if name != "out_cache_loc" else None]
+            if source.shape[0] > target.shape[0]:
+                raise ValueError(
+                    f"{name}: expected at most {target.shape[0]} in a bucket of {size}, got {source.shape[0]}"
+                )
+            pairs.append((target, source, filler))
+        for target, source, filler in pairs:
             live = source.shape[0]
-            if live > target.shape[0]:
-                raise ValueError(f"{name}: expected at most {target.shape[0]} in a bucket of {size}, got {live}")
             target[:live].copy_(source)
             if live < target.shape[0]:
                 target[live:].fill_(filler)

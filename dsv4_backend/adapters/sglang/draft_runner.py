@@ -4,20 +4,21 @@ from __future__ import annotations
 
 import contextlib
 import inspect
-import logging
 import sys
 from collections.abc import Iterator
 from typing import Any
 
-from dsv4_backend.adapters.sglang.draft_steps import DraftMetadata, DraftModel
+import torch
 
-logger = logging.getLogger("dsv4_backend.sglang")
+from dsv4_backend.adapters.sglang.draft_steps import DraftMetadata, DraftModel
+from dsv4_backend.adapters.sglang.fallback import give_up
 
 
 def runner_class(stock: Any) -> type:
     """The class to put in the place of SGLang's `stock` EAGLEDraftCudaGraphRunner.
 
-    Constructed for a draft that it does not serve it gives a runner of `stock`, with one warning.
+    Constructed for a draft that it does not serve it gives a runner of `stock`, with one warning; for a backend that
+    is not ours, as another model has it, without.
     """
 
     class Dsv4DraftGraphRunner(stock):
@@ -25,10 +26,11 @@ def runner_class(stock: Any) -> type:
             cls, eagle_worker: Any, *, draft_attn_backend: Any = None, speculative_num_steps: int | None = None
         ) -> Any:
             backend = eagle_worker.draft_attn_backend if draft_attn_backend is None else draft_attn_backend
-            reason = why_not(eagle_worker, backend, sys.modules[stock.__module__])
-            if not reason:
-                return object.__new__(cls)
-            logger.warning("dsv4-backend: SGLang's own draft graph runner is used: %s", reason)
+            if hasattr(backend, "dsv4_source"):  # else another model, or a backend whose refusal was logged
+                reason = _why_not(eagle_worker, sys.modules[stock.__module__])
+                if not reason:
+                    return object.__new__(cls)
+                give_up(ValueError(f"draft graph runner: expected drafts that ours serves, got {reason}"))
             options = {"draft_attn_backend": draft_attn_backend, "speculative_num_steps": speculative_num_steps}
             return stock(eagle_worker, **options)
 
@@ -50,6 +52,8 @@ def runner_class(stock: Any) -> type:
             hidden_size, hidden_dtype = engine.get_draft_recurrent_hidden_state_spec(runner)
             sizes = engine.get_batch_sizes_to_capture(runner)[0]
             self.capture_bs, self.max_bs = list(sizes), max(sizes)
+            # Of a chain nothing is left to choose: the same for all batches.
+            self._chosen = torch.arange(self.speculative_num_steps, device=runner.device).repeat(self.max_bs, 1)
             self.runner = EagleDraftGraphRunner(
                 DraftModel(runner, _attend_with),
                 DraftMetadata(self.draft_attn_backend, _new_batch),
@@ -66,35 +70,41 @@ def runner_class(stock: Any) -> type:
         def can_run_graph(self, forward_batch: Any) -> bool:
             """Whether a bucket serves this batch."""
             spec = forward_batch.spec_info
-            if getattr(spec, "draft_probs", None) is not None or spec.topk_p is None:
+            if getattr(spec, "draft_probs", None) is not None or (getattr(spec, "num_tokens_per_req", -1) or 0) > 1:
                 return False
-            return bool(self.runner.can_run(_draft_batch(forward_batch))[0])
+            try:
+                batch = _draft_batch(forward_batch)
+            except (AttributeError, ValueError):  # a draft input without what a chain begins with
+                return False
+            return bool(self.runner.can_run(batch)[0])
 
         def execute(self, forward_batch: Any) -> tuple[Any, Any, Any, None]:
             """Parents, indices of the chosen tokens, the tokens: [B, num_steps] each; no probabilities."""
             output = self.runner.replay(_draft_batch(forward_batch))
-            return output.parents, output.parents + 1, output.draft_tokens, None
+            return output.parents, self._chosen[: len(output.parents)], output.draft_tokens, None
 
     return Dsv4DraftGraphRunner
 
 
-def why_not(eagle_worker: Any, backend: Any, engine: Any) -> str:
+def _why_not(eagle_worker: Any, engine: Any) -> str:
     """Why this draft needs SGLang's own runner, or ""."""
+    try:
+        return next((what for found, what in _unserved(eagle_worker, engine) if found), "")
+    except Exception as error:  # a release that is not as we know it
+        return f"{type(error).__name__}: {error}"
+
+
+def _unserved(eagle_worker: Any, engine: Any) -> Iterator[tuple[Any, str]]:
+    """What ours does not serve, and whether it is the case."""
     runner = draft_model_runner(eagle_worker)
+    yield eagle_worker.topk != 1, f"drafts with {eagle_worker.topk} branches"
+    yield getattr(eagle_worker, "hot_token_id", None) is not None, "a draft vocabulary of its own"
+    yield getattr(eagle_worker, "index_share_for_mtp_iteration", False), "an indexer shared by draft steps"
+    yield getattr(runner.model_config, "model_is_mrope", False), "positions of several dimensions"
+    yield _samples(engine), "sampled drafts"
     gathers = engine.require_gathered_buffer
     arguments = (runner.server_args,) if inspect.signature(gathers).parameters else ()
-    for found, what in (
-        (not hasattr(backend, "dsv4_source"), f"a draft backend that is not ours ({type(backend).__name__})"),
-        (eagle_worker.topk != 1, f"drafts with {eagle_worker.topk} branches"),
-        (getattr(eagle_worker, "hot_token_id", None) is not None, "a draft vocabulary of its own"),
-        (getattr(eagle_worker, "index_share_for_mtp_iteration", False), "an indexer shared by draft steps"),
-        (getattr(runner.model_config, "model_is_mrope", False), "positions of several dimensions"),
-        (_samples(engine), "sampled drafts"),
-        (gathers(*arguments), "batches that are gathered over ranks"),
-    ):
-        if found:
-            return what
-    return ""
+    yield gathers(*arguments), "batches that are gathered over ranks"
 
 
 def draft_model_runner(eagle_worker: Any) -> Any:

@@ -69,6 +69,7 @@ class DraftMetadata:
         self._bound: dict[int, list[DraftStep]] = {}
 
     def bind_draft(self, inputs: Any) -> list[DraftStep]:
+        self._multi_step.dsv4_source.follow_tables(in_capture=True)
         steps = self._bound[inputs.batch_size] = self._steps(inputs, self._build(inputs))
         return steps
 
@@ -78,7 +79,8 @@ class DraftMetadata:
             step.metadata = metadata
 
     def prepare_draft(self, inputs: Any, raw_batch_size: int) -> None:
-        """Nothing: all of it is recorded."""
+        """All of it is recorded: only that its tables are still there is checked."""
+        self._multi_step.dsv4_source.follow_tables(in_capture=False)
 
     def build_draft(self, inputs: Any) -> list[DraftStep]:
         source = self._multi_step.dsv4_source

@@ -44,6 +44,7 @@ class Clamped:
     def __init__(self) -> None:
         self._of: dict[tuple[int, int], list[torch.Tensor]] = {}
 
+    @torch.inference_mode(False)  # plain tensors: they may be written again outside of inference mode
     def lengths(self, meta: AttnMetadata, fixed: bool) -> list[torch.Tensor | None]:
         """c4_lengths, c4_sparse_lengths and c128_lengths; None for a ratio that is left out."""
         names = ("c4_lengths", "c4_sparse_lengths", "c128_lengths")

@@ -34,13 +34,13 @@ class MetadataSource:
     """What a backend of SGLang asks for metadata. It keeps nothing of a batch.
 
     Args:
-        backend: SGLang's backend. Read: `token_to_kv_pool`, `req_to_token`, `page_size`, `index_topk`,
-            `speculative_num_draft_tokens` and `speculative_num_steps`. Called: `init_forward_metadata_indexer`.
+        backend: SGLang's backend. Read: `token_to_kv_pool`, `req_to_token`, `page_size`, what its release calls the
+            number of entries that the indexer selects, `speculative_num_draft_tokens` and `speculative_num_steps`.
+            Called: `init_forward_metadata_indexer`.
         types: the classes to hand over in.
 
     Attributes:
-        eager: a step without a graph is being built: its tensors are those of a power of two of rows. Otherwise each
-            number of rows has tensors of its own, whose addresses stay. See `building_eagerly`.
+        eager: a step without a graph is being built, in tensors that no graph knows. See `building_eagerly`.
 
     Raises:
         ValueError: the backend, its model or its pool is of a kind that we do not build for; the message says which.
@@ -53,32 +53,63 @@ class MetadataSource:
         self.num_draft_tokens = int(getattr(backend, "speculative_num_draft_tokens", None) or 0)
         self.num_steps = int(getattr(backend, "speculative_num_steps", None) or 0)
         self.geometry = pool_geometry(backend.token_to_kv_pool, backend.page_size, self.ratios, self.num_draft_tokens)
+        self._config = replace(DSV4Config.v4_flash(), index_topk=int(getattr(backend, types.release.backend_topk)))
         self.eager = False
-        self._builder: MetadataBuilder | None = None
+        self._builders: dict[bool, MetadataBuilder] = {}
         self._places: tuple[int, ...] = ()
+        self._captured_places: tuple[int, ...] = ()
 
     @property
     def builder(self) -> MetadataBuilder:
-        """The builder, made when it is first needed: only then does the pool have its mapping."""
-        req_to_token = self._backend.req_to_token
-        mapping = self._backend.token_to_kv_pool.full_to_swa_index_mapping.detach()
-        places = (req_to_token.data_ptr(), mapping.data_ptr(), req_to_token.shape[1])
-        if self._builder is None or places != self._places:
+        """The builder of what is built now, made when it is first needed: only then does the pool have its mapping."""
+        return self._builder(self.eager)
+
+    def _builder(self, eager: bool) -> MetadataBuilder:
+        """One for graphs, one for steps without.
+
+        Both give a number of rows the front of tensors for the next power of two. Graphs can share them, since each
+        builds what it reads, and they run one after another.
+        """
+        req_to_token, mapping, places = self._tables()
+        if places != self._places:
+            self._builders.clear()
             self._places = places
-            self._builder = MetadataBuilder(
-                replace(DSV4Config.v4_flash(), index_topk=self._backend.index_topk),
+        found = self._builders.get(eager)
+        if found is None:
+            found = self._builders[eager] = MetadataBuilder(
+                self._config,
                 self.geometry,
                 RequestTables(req_to_token, mapping),
                 max_rows=PACKED_MAX_ROWS,
-                max_seq_len=req_to_token.shape[1],
+                max_seq_len=self.longest,
                 ratios=self.ratios,
                 draft_window="frozen",
             )
-        return self._builder
+        return found
+
+    def _tables(self) -> tuple[torch.Tensor, torch.Tensor, tuple[int, ...]]:
+        """Request table and window mapping as they are now, and what tells them from others."""
+        req_to_token = self._backend.req_to_token
+        mapping = self._backend.token_to_kv_pool.full_to_swa_index_mapping.detach()
+        return req_to_token, mapping, (req_to_token.data_ptr(), mapping.data_ptr(), *req_to_token.shape, len(mapping))
+
+    def follow_tables(self, in_capture: bool) -> None:
+        """Before each graph: a capture notes which tables it reads, and a replay wants them to be there still.
+
+        Raises:
+            ValueError: a replay would read tables that were replaced since, and write where nobody looks.
+        """
+        places = self._tables()[2]
+        if in_capture:
+            self._captured_places = places
+        elif self._captured_places and places != self._captured_places:
+            raise ValueError(
+                "full_to_swa_index_mapping, req_to_token: expected those that the graphs were captured with, got others"
+            )
 
     @contextlib.contextmanager
     def building_eagerly(self) -> Iterator[None]:
-        """What is built in this block has no graph: no tensors are kept for its number of rows."""
+        """What is built in this block has no graph."""
         self.eager = True
         try:
             yield
@@ -97,11 +128,12 @@ class MetadataSource:
     def verify(self, raw: Any) -> Any:
         """The same for a DSV4RawVerifyMetadata."""
         batch = batches.verify_batch(raw, self.num_draft_tokens)
-        return self._hand_over(self._build(batch, raw.out_cache_loc.shape[0]))
+        cut = batch.ragged and batch.device.type == "cpu"  # to the slots that are live
+        return self._hand_over(self._build(batch, raw.out_cache_loc.shape[0] if cut else None))
 
     def idle(self, num_rows: int) -> Any:
         """The metadata of a rank without requests: `num_rows` rows of padding."""
-        none = torch.zeros(0, dtype=torch.int64, device=self.builder.device)
+        none = torch.zeros(0, dtype=torch.int64, device=self._backend.req_to_token.device)
         return self._hand_over(self._build(RawBatch(ForwardMode.IDLE, none, none, none.new_zeros(num_rows))))
 
     def extend(
@@ -139,8 +171,7 @@ class MetadataSource:
     def draft_steps(self, batch: RawBatch) -> list[Any]:
         """The metadata of the draft steps that run a forward, one object a step, in one launch."""
         self.expect_window_only()
-        size = None if self.eager else batch.batch_size
-        return [self._hand_over(meta) for meta in self.builder.build_draft_steps(batch, size, "frozen")]
+        return [self._hand_over(meta) for meta in self.builder.build_draft_steps(batch, None, "frozen")]
 
     def expect_window_only(self) -> None:
         """Raises ValueError unless the draft model is of layers without compression, as SGLang's are."""
@@ -158,9 +189,8 @@ class MetadataSource:
             self.decode(raw)
 
     def _build(self, batch: RawBatch, num_rows: int | None = None, eager: bool | None = None) -> AttnMetadata:
-        eager = self.eager if eager is None else eager
-        rows = batch.num_rows if num_rows is None else num_rows
-        return self.builder.build(batch, None if eager and rows == batch.num_rows else rows)
+        builder = self._builder(self.eager if eager is None else eager)
+        return builder.build(batch, num_rows)
 
     def _hand_over(
         self,
