@@ -135,18 +135,22 @@ def cache_cases() -> Iterator[tuple[object, str, dict[str, object], dict[str, st
         for value, slot, norm_rope in (("*bf16", "*i32", True), ("*fp32", "*i64", False)):
             inputs = {"value_ptr": value, "slot_ptr": slot, "position_ptr": slot}
             yield kv_store._store_kv_kernel, "", {"NORM_ROPE": norm_rope, **pool, **stored, "PDL": True}, types | inputs
-        finish = {**pool, **compressor.FINISH_ROWS.get(dim, compressor.SMALL_ROWS), "PDL": True}
+        finish = {**pool, **compressor.FINISH_ROWS.get(dim, compressor.FINISH_SMALL_ROWS), "PDL": True}
         c4 = {**pool, **compressor.C4_ROWS.get(dim, compressor.SMALL_ROWS), "PDL": True}
-        parts = {"D": dim, **compressor.POOL_PARTS, "PDL": True}
+        whole = {**pool, **compressor.C128_WHOLE, "PDL": True}
         for form in ("packed", "decode", "wide") if layout is layouts[0] else ("packed", "decode"):
             yield compressor._compress_c4_kernel, "", {"FORM": form, **c4}, types
             if layout.indexer:
                 continue
-            yield compressor._pool_c128_kernel, "", {"FORM": form, **parts}, types
+            parts = compressor.DECODE_POOL_PARTS if form == "decode" else compressor.POOL_PARTS
+            yield compressor._pool_c128_kernel, "", {"FORM": form, "D": dim, **parts, "PDL": True}, types
+            if form != "decode":
+                yield compressor._compress_c128_kernel, "", {"FORM": form, **whole}, types
             both = {"FORM": form, "ENTRIES": True, "WIDTH": 2 * dim, **finish}
             yield compressor._finish_step_kernel, "", both, types
         write = {"FORM": "packed", "ENTRIES": False, "WIDTH": 4 * dim, **finish}
         yield compressor._finish_step_kernel, "", write, types
+        yield compressor._finish_step_kernel, "", write | {"WRITE_ROWS": 1}, types
 
 
 def main() -> None:

@@ -30,8 +30,8 @@ def check_chunks(impl: str, device: str, ratio: int, sizes: list[int]) -> None:
     other = whole.open()
     whole.extend({other: sum(sizes)})
     for name, entries in harness.stored(lane).items():
-        # Kernels add up in one order, whatever else they have to do.
-        tolerance = 0 if impl == "triton" else 2e-6
+        # Kernels add up 8 tokens in one order, whatever else they have to do; 128 tokens in several.
+        tolerance = 0 if impl == "triton" and ratio == 4 else 2e-6
         assert torch.allclose(entries, whole.stored(other)[name], rtol=0, atol=tolerance), name
 
 

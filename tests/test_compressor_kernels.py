@@ -11,6 +11,7 @@ from backends import each_backend, each_compiled_backend
 from dsv4_backend import CacheGeometry, EntryLayout, EntryPool, RequestTables, compress, plan_decode, plan_prefill
 from dsv4_backend.layouts import bias_rows, state_width
 from dsv4_backend.plans import INVALID_PACKED_WORDS, INVALID_WRITE_WORDS
+from dsv4_backend.reference.kv_store import load_entries
 
 GEOM = CacheGeometry(page_size=128, swa_page_size=64)
 COLUMNS, PAGES = 384, 7
@@ -96,6 +97,38 @@ def test_many_short_requests_share_programs(impl: str, device: str, ratio: int) 
     given["out_loc"] = (requests * 128 + 127) // ratio
     both(impl, given, plans)
     both(impl, given, plan_decode(seq.to(device), requests, tables, GEOM, impl="torch"))
+
+
+@each_compiled_backend
+@pytest.mark.parametrize("format", ["fp32", "bf16", "fp8"])
+@pytest.mark.parametrize("ragged", [False, True], ids=["one", "several"])
+def test_many_entries_have_programs_of_their_own(
+    impl: str, device: str, format: str, ragged: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ratio 128 without the split of channels, which a prompt of this size would have."""
+    monkeypatch.setattr("dsv4_triton_kernels.compressor.C128_MANY", 1)
+    tables, head = make_tables(device), (512, 64)
+    seq, extend = torch.tensor([384, 300] if ragged else [384]), torch.tensor([370, 130] if ragged else [384])
+    requests = torch.tensor([2, 1] if ragged else [1], device=device)
+    rows = int(extend.sum())
+    plans = plan_prefill(seq, extend, requests, tables, GEOM, num_rows=rows + 70, impl="torch")
+    given = arguments(128, device, rows, head=head)
+    given["pool"] = EntryPool.empty(EntryLayout(format, *head, 1), PAGES, device)
+    owner = torch.repeat_interleave(requests, extend.to(device))
+    position = torch.cat([torch.arange(s - e, s) for s, e in zip(seq.tolist(), extend.tolist(), strict=True)])
+    position = position.to(device)
+    slots = tables.req_to_token[owner, position].long()
+    given["out_loc"] = torch.where((position + 1) % 128 == 0, slots // 128, 0)
+    if format == "fp32":
+        both(impl, given, plans)
+        return
+    exact = EntryPool.empty(EntryLayout("fp32", *head, 1), PAGES, device)
+    compress(**{**given, "pool": exact, "state": given["state"].clone()}, plans=plans, impl="torch")
+    compress(**given, plans=plans, impl=impl)
+    stored = given["out_loc"].unique()[1:]
+    ours, values = load_entries(given["pool"], stored), load_entries(exact, stored)
+    assert torch.allclose(ours, values, rtol={"bf16": 2**-8, "fp8": 2**-4}[format], atol=1e-2)
+    assert len(stored) == (5 if ragged else 3)
 
 
 @each_backend

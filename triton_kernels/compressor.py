@@ -2,8 +2,8 @@
 
 Every value of a `kv_score` row is read by exactly one entry, so nothing is gained by sharing rows between programs:
 what counts is that enough bytes are on their way. Ratio 4 is one launch of a program an entry (8 rows of its half of
-the channels, all loaded before the first is used). Ratio 128 splits the channels of an entry between programs, since
-one could not load its 128 rows fast enough; a second launch finishes the entries.
+the channels, all loaded before the first is used). So is ratio 128 where there are many entries. A few of them split
+their channels between programs, since one could not load 128 rows fast enough; a second launch finishes them.
 
 State that a step keeps may take the ring row of state that the step reads, at a distance of a whole ring. In the
 prefill form the write is therefore in the second launch, which waits for the end of the first. In the decode form no
@@ -20,26 +20,44 @@ import torch
 
 from dsv4_triton_kernels.common import INTERPRET, Launcher, pdl_options
 from dsv4_triton_kernels.compressor_c4 import _compress_c4_kernel
-from dsv4_triton_kernels.compressor_c128 import _finish_step_kernel, _pool_c128_kernel
+from dsv4_triton_kernels.compressor_c128 import _compress_c128_kernel, _finish_step_kernel, _pool_c128_kernel
 from dsv4_triton_kernels.kv_store import INTERPRET_ROWS, pool_args, pool_constants
 
 PACKED_MAX_ROWS = 65_536
 
 _launch_c4 = Launcher(_compress_c4_kernel)
+_launch_c128 = Launcher(_compress_c128_kernel)
 _launch_pool = Launcher(_pool_c128_kernel)
 _launch_finish = Launcher(_finish_step_kernel)
 
-# What serves entries of so many channels. Ratio 4: entries and warps of a program; a warp loads 128 channels of a row
-# at a time, four a thread.
+# What serves entries of so many channels, measured on an H200. Ratio 4: entries and warps of a program; a warp loads
+# 128 channels of a row at a time, four a thread.
 C4_ROWS = {512: dict(ROWS=1, num_warps=4), 256: dict(ROWS=1, num_warps=2), 128: dict(ROWS=1, num_warps=1)}
-# Ratio 128: channels of a pooling program and requests that it looks at in the decode form, and its warps.
-POOL_PARTS = dict(PART=32, SCAN=8, num_warps=4)
-FINISH_ROWS = {512: dict(ROWS=1, num_warps=4), 256: dict(ROWS=1, num_warps=4)}
 SMALL_ROWS = dict(ROWS=4, num_warps=4)
-# Programs at most: enough to fill the largest chip, so that a program keeps the bias for several entries.
-POOL_PROGRAMS = 528
-WRITE_PROGRAMS = 1024
-# Lists are longer than what they hold: programs for one entry in so many rows of a step, but at least so many.
+# Programs at most, which take turns: two waves.
+C4_PROGRAMS = {512: 1056}
+# Ratio 128, many entries: tokens side by side, stages of the loop, warps. From so many entries on they fill a chip.
+C128_WHOLE = dict(LANES=2, STAGES=3, num_warps=4)
+C128_MANY = 256
+# Fewer entries: channels of a pooling program; and requests that programs of the decode form look at together. So many
+# programs share these, or fewer, for all of them to be about DECODE_POOL_PROGRAMS.
+POOL_PARTS = dict(PART=32, LANES=16, STAGES=3, SCAN=1, num_warps=1)
+DECODE_POOL_PARTS = dict(PART=32, LANES=32, STAGES=3, SCAN=32, num_warps=4)
+DECODE_POOL_PROGRAMS = 24
+MOST_SHARE = 8
+# Entries of a program of the second launch, rows of state that one has on their way where there are many, warps.
+FINISH_ROWS = {
+    512: dict(ROWS=1, WRITE_ROWS=4, num_warps=4),
+    256: dict(ROWS=1, WRITE_ROWS=4, num_warps=4),
+    128: dict(ROWS=1, WRITE_ROWS=1, num_warps=4),
+}
+FINISH_SMALL_ROWS = dict(ROWS=4, WRITE_ROWS=16, num_warps=4)
+# Write lists are mostly empty, but may be full: a program for so many rows of a step, within bounds; each row has one
+# of its own in a step of up to FEW_WRITES.
+WRITE_PART = 32
+WRITE_PROGRAMS = 264
+FEW_WRITES = 528
+# Compress lists are longer than what they hold: programs for one entry in so many rows of a step, but at least so many.
 FEW_ROWS = 1024
 # In the interpreter programs run one after the other: a few, which take turns.
 INTERPRET_PROGRAMS = 4
@@ -58,7 +76,7 @@ def compress(
     out_loc: torch.Tensor,
     pool: Any,
 ) -> None:
-    """Two launches, or one for ratio 4 in the decode form; arguments as in `dsv4_backend.compressor.compress`."""
+    """Two launches; one for ratio 4 in the decode form. Arguments as in `dsv4_backend.compressor.compress`."""
     plan, num_rows = plans.ratio(ratio), plans.num_rows
     if num_rows == 0 or kv_score.shape[0] == 0:
         return
@@ -74,10 +92,14 @@ def compress(
     end = (norm_weight, eps, rope, rope.shape[0], *pool_args(pool))
     key = (form, pool.layout, pool.num_slots > 2**31 - 1)
     if ratio == 4:
-        _compress_c4(kv, (words, num_rows), (out_loc, bias, *end), key, pool)
+        header = words if form == "decode" else plans.header
+        _compress_c4(kv, (words, num_rows, header), (out_loc, bias, *end), key, pool)
         if form != "decode":
-            finish = (words, write, 0, num_rows, state, out_loc, *end)
-            _finish(0, num_rows, kv, finish, (*key, False), pool, 4)
+            _finish(0, num_rows, kv, (words, write, 0, num_rows, state, out_loc, *end), (*key, False), pool, 4)
+        return
+    if form != "decode" and num_rows >= 128 * C128_MANY:
+        _compress_c128(kv, (words, capacity), (out_loc, bias, *end), num_rows, key, pool)
+        _finish(0, num_rows, kv, (words, write, 0, num_rows, state, out_loc, *end), (*key, False), pool, 2)
         return
     pooled = torch.empty((capacity, pool.layout.head_dim), dtype=torch.float32, device=pool.device)
     _pool_c128(kv, (words, capacity, bias, pooled), capacity, num_rows, (form, pool.layout.head_dim), pool)
@@ -100,13 +122,32 @@ def _compress_c4(
     sizes = dict(C4_ROWS.get(pool.layout.head_dim, SMALL_ROWS))
     if INTERPRET:
         sizes["ROWS"] = INTERPRET_ROWS
-    programs = -(-_entry_programs(key[0], 4, plan[-1]) // sizes["ROWS"])
+    programs = -(-_entry_programs(key[0], 4, plan[1]) // sizes["ROWS"])
+    if key[0] != "decode":
+        programs = min(programs, C4_PROGRAMS.get(pool.layout.head_dim, 1 << 30))
     _launch_c4(
         pool.device,
         key,
         (programs,),
         (*kv, *plan, *rest),
         lambda: dict(FORM=key[0], **pool_constants(pool.layout), **sizes, **pdl_options(pool.device)),
+    )
+
+
+def _compress_c128(
+    kv: tuple[Any, ...],
+    plan: tuple[Any, ...],
+    rest: tuple[Any, ...],
+    num_rows: int,
+    key: tuple[Any, ...],
+    pool: Any,
+) -> None:
+    _launch_c128(
+        pool.device,
+        key,
+        (_entry_programs(key[0], 128, num_rows),),
+        (*kv, *plan, *rest),
+        lambda: dict(FORM=key[0], **pool_constants(pool.layout), **C128_WHOLE, **pdl_options(pool.device)),
     )
 
 
@@ -119,20 +160,28 @@ def _pool_c128(
     pool: Any,
 ) -> None:
     form, head_dim = key
-    sizes = dict(POOL_PARTS)
+    sizes = dict(DECODE_POOL_PARTS if form == "decode" else POOL_PARTS)
     sizes["PART"] = head_dim if INTERPRET else min(head_dim, sizes["PART"])
     parts = head_dim // sizes["PART"]
     if form == "decode":
-        programs = -(-num_rows // sizes["SCAN"])
+        scans = -(-num_rows // sizes["SCAN"])
+        share = max(1, min(MOST_SHARE, DECODE_POOL_PROGRAMS // scans))
+        programs = scans * share
     else:
-        programs = min(_entry_programs(form, 128, num_rows), max(1, POOL_PROGRAMS // parts))
+        share, programs = 1, _entry_programs(form, 128, num_rows)
     _launch_pool(
         pool.device,
         key,
         (parts, programs),
-        (*kv, *plan),
+        (*kv, *plan, share),
         lambda: dict(FORM=form, D=head_dim, **sizes, **pdl_options(pool.device)),
     )
+
+
+def _write_programs(num_rows: int, write_rows: int) -> int:
+    if INTERPRET:
+        return min(INTERPRET_PROGRAMS, -(-num_rows // write_rows))
+    return num_rows if num_rows <= FEW_WRITES else min(WRITE_PROGRAMS, num_rows // WRITE_PART)
 
 
 def _finish(
@@ -145,15 +194,16 @@ def _finish(
     parts: int,
 ) -> None:
     head_dim = pool.layout.head_dim
-    sizes = dict(FINISH_ROWS.get(head_dim, SMALL_ROWS))
+    sizes = dict(FINISH_ROWS.get(head_dim, FINISH_SMALL_ROWS))
+    if writes <= FEW_WRITES:
+        sizes["WRITE_ROWS"] = 1
     if INTERPRET:
-        sizes["ROWS"] = INTERPRET_ROWS
+        sizes["ROWS"] = sizes["WRITE_ROWS"] = INTERPRET_ROWS
     entry_programs = -(-entries // sizes["ROWS"])
-    most_writers = INTERPRET_PROGRAMS if INTERPRET else WRITE_PROGRAMS
-    programs = entry_programs + min(most_writers, -(-writes // sizes["ROWS"]))
+    programs = entry_programs + _write_programs(writes, sizes["WRITE_ROWS"])
     _launch_finish(
         pool.device,
-        key,
+        (*key, sizes["WRITE_ROWS"]),
         (programs,),
         (entry_programs, *kv, *rest),
         lambda: dict(

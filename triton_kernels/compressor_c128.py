@@ -5,47 +5,67 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from dsv4_triton_kernels.compressor_rows import _compress_row, _copy_state_rows, _write_row
-from dsv4_triton_kernels.kv_store import _norm, _rotate, _store_entries
+from dsv4_triton_kernels.compressor_rows import (
+    _compress_row,
+    _load_new_rows,
+    _store_state_rows,
+    _write_row,
+)
+from dsv4_triton_kernels.kv_store import _angle, _norm, _rotate, _store_entries
 
 
 @triton.jit
 def _pool_c128_window(
-    k,  # of the plan, scalar, as all up to `page_1`
-    row,
+    row,  # [1], as all up to `live`
     buffer_len,
     page_1,
+    live,
     kv_score_ptr,
     kv_stride,
     num_tokens,
     state_ptr,
     num_state_rows,
-    bias,  # [128, PART]
-    pooled_ptr,
+    bias_ptr,
     start,  # first channel
     D: tl.constexpr,
     PART: tl.constexpr,
+    LANES: tl.constexpr,
+    STAGES: tl.constexpr,
 ):
-    """PART channels of one entry: the values of 128 tokens, weighted by the softmax of their scores."""
-    i = tl.arange(0, 128)
-    channel = start + tl.arange(0, PART)
-    from_state = i < buffer_len
-    stored = (page_1 >= 0) & (page_1 < num_state_rows // 128)
-    inside = tl.where(from_state, stored, (row - 127 + i >= 0) & (row >= 0) & (row < num_tokens))
-    stride = kv_stride.to(tl.int64)
+    """PART channels of an entry: the values of 128 tokens, weighted by the softmax of their scores.
+
+    LANES tokens are side by side, each lane with a softmax of its own over every LANES-th token, so that nothing passes
+    between threads until the end; meanwhile the next tokens are on their way to shared memory.
+    """
+    channel = start + tl.arange(0, PART)[None, None, :]
+    stored = live & (page_1 >= 0) & (page_1 < num_state_rows // 128)
+    known = live & (row >= 0) & (row < num_tokens)
     page_place = state_ptr + page_1.to(tl.int64) * (256 * D)
-    new_place = kv_score_ptr + (row.to(tl.int64) - 127) * stride * 4
-    place = tl.where(from_state, page_place + i * (2 * D), new_place + i * stride * 4)
-    place = place[:, None] + channel[None, :]
-    score = tl.load(place + D, mask=inside[:, None], other=0.0, eviction_policy="evict_first")
-    value = tl.load(place, mask=inside[:, None], other=0.0, eviction_policy="evict_first")
-    score += bias
-    weight = tl.exp(score - tl.max(score, 0)[None, :])
-    pooled = tl.sum(value * weight, 0) / tl.sum(weight, 0)
-    tl.store(pooled_ptr + k.to(tl.int64) * D + channel, pooled)
+    stride = kv_stride.to(tl.int64) * 4
+    new_place = kv_score_ptr + (row.to(tl.int64) - 127) * stride
+    most = tl.full([1, LANES, PART], -3.0e38, tl.float32)
+    total = tl.zeros([1, LANES, PART], tl.float32)
+    pooled = tl.zeros([1, LANES, PART], tl.float32)
+    for first in tl.range(0, 128, LANES, num_stages=STAGES):
+        i = first + tl.arange(0, LANES)[None, :]
+        from_state = i < buffer_len[:, None]
+        inside = tl.where(from_state, stored[:, None], known[:, None] & (row[:, None] - 127 + i >= 0))
+        place = tl.where(from_state, page_place[:, None] + i * (2 * D), new_place[:, None] + i * stride)
+        place = place[:, :, None] + channel
+        score = tl.load(place + D, mask=inside[:, :, None], other=0.0, eviction_policy="evict_first")
+        value = tl.load(place, mask=inside[:, :, None], other=0.0, eviction_policy="evict_first")
+        score += tl.load(bias_ptr + (i * D)[:, :, None] + channel, eviction_policy="evict_last")
+        higher = tl.maximum(most, score)
+        shrink = tl.exp(most - higher)
+        weight = tl.exp(score - higher)
+        total = total * shrink + weight
+        pooled = pooled * shrink + weight * value
+        most = higher
+    shrink = tl.exp(most - tl.max(most, 1)[:, None, :])
+    return tl.sum(pooled * shrink, 1) / tl.sum(total * shrink, 1)
 
 
-@triton.jit(do_not_specialize=["kv_stride", "num_tokens", "num_state_rows", "num_rows"])
+@triton.jit(do_not_specialize=["kv_stride", "num_tokens", "num_state_rows", "num_rows", "share"])
 def _pool_c128_kernel(
     kv_score_ptr,  # float32 [num_tokens, 2 * D]
     kv_stride,  # in units of 4 elements
@@ -56,46 +76,105 @@ def _pool_c128_kernel(
     num_rows,
     bias_ptr,  # float32 [128, D]
     pooled_ptr,  # float32 [num_rows, D]
+    share,
     FORM: tl.constexpr,
     D: tl.constexpr,
     PART: tl.constexpr,  # channels of a program
-    SCAN: tl.constexpr,  # requests that a program looks at, in the decode form
+    LANES: tl.constexpr,  # tokens side by side
+    STAGES: tl.constexpr,
+    SCAN: tl.constexpr,  # decode form: requests that `share` programs look at together
     PDL: tl.constexpr,
 ):
-    """Pools PART channels of entries of ratio 128."""
+    """Pools PART channels of entries of ratio 128, one after the other."""
     if PDL:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
-    source = (kv_score_ptr, kv_stride, num_tokens, state_ptr, num_state_rows)
+    source = (kv_score_ptr, kv_stride, num_tokens, state_ptr, num_state_rows, bias_ptr)
     start = tl.program_id(0) * PART
-    bias_place = bias_ptr + (tl.arange(0, 128) * D)[:, None] + (start + tl.arange(0, PART))[None, :]
-    k = tl.program_id(1)
+    part = start + tl.arange(0, PART)[None, :]
     if FORM == "decode":
-        # Few requests complete an entry: look at all of a program's at once.
-        k *= SCAN
-        end = tl.minimum(num_rows, k + SCAN)
-        each = k + tl.arange(0, SCAN)
-        seq_len = tl.load(plan_ptr + each.to(tl.int64) * 4, mask=each < end, other=1)
-        if tl.max(((seq_len > 0) & (seq_len % 128 == 0)).to(tl.int32), 0) == 0:
-            return
-        bias = tl.load(bias_place)
-        while k < end:
-            _seq_len, row, buffer_len, _page_0, page_1, live = _compress_row(plan_ptr, k, k < end, 128, 128, FORM)
-            if live:
-                _pool_c128_window(k, row, buffer_len, page_1, *source, bias, pooled_ptr, start, D, PART)
-            k += 1
+        # Few requests complete an entry, or all of them do: the programs take turns.
+        each = tl.program_id(1) // share * SCAN + tl.arange(0, SCAN)
+        seq_len = tl.load(plan_ptr + each.to(tl.int64) * 4, mask=each < num_rows, other=-1)
+        complete = ((seq_len > 0) & (seq_len % 128 == 0)).to(tl.int32)
+        mine = (complete > 0) & ((tl.cumsum(complete, 0) - 1) % share == tl.program_id(1) % share)
+        next_one = tl.min(tl.where(mine, each, 0x7FFFFFFF), 0)
+        while next_one < num_rows:
+            k = next_one + tl.arange(0, 1)
+            _seq_len, row, buffer_len, _page_0, page_1, live = _compress_row(plan_ptr, k, k < num_rows, 128, 128, FORM)
+            next_one = tl.min(tl.where(mine & (each > next_one), each, 0x7FFFFFFF), 0)
+            pooled = _pool_c128_window(row, buffer_len, page_1, live, *source, start, D, PART, LANES, STAGES)
+            tl.store(pooled_ptr + (k.to(tl.int64) * D)[:, None] + part, pooled, mask=live[:, None])
     else:
-        _seq_len, row, buffer_len, _page_0, page_1, live = _compress_row(plan_ptr, k, k < num_rows, 128, 128, FORM)
-        if live:
-            bias = tl.load(bias_place)
-            while live:
-                # The next turn's row is on its way during this one.
-                window = (k, row, buffer_len, page_1)
-                k += tl.num_programs(1)
-                _seq_len, row, buffer_len, _page_0, page_1, live = _compress_row(
-                    plan_ptr, k, k < num_rows, 128, 128, FORM
-                )
-                _pool_c128_window(*window, *source, bias, pooled_ptr, start, D, PART)
+        # Valid rows come first. A row is loaded where it is used, in the layout that its window is loaded in.
+        first = tl.program_id(1)
+        more = first < num_rows
+        while more:
+            k = first + tl.arange(0, 1)
+            _seq_len, row, buffer_len, _page_0, page_1, live = _compress_row(plan_ptr, k, k < num_rows, 128, 128, FORM)
+            first += tl.num_programs(1)
+            found = tl.max(live.to(tl.int32), 0) > 0
+            more = found & (first < num_rows)
+            if found:
+                pooled = _pool_c128_window(row, buffer_len, page_1, live, *source, start, D, PART, LANES, STAGES)
+                tl.store(pooled_ptr + (k.to(tl.int64) * D)[:, None] + part, pooled, mask=live[:, None])
+
+
+@triton.jit(
+    do_not_specialize=["kv_stride", "num_tokens", "num_state_rows", "num_rows", "num_positions", "num_slots"],
+    do_not_specialize_on_alignment=["out_loc_ptr"],
+)
+def _compress_c128_kernel(
+    kv_score_ptr,  # float32 [num_tokens, 2 * D]
+    kv_stride,  # in units of 4 elements
+    num_tokens,
+    state_ptr,  # float32 [num_state_rows, 2 * D]
+    num_state_rows,
+    plan_ptr,  # int32 [num_rows, 4 or 5]
+    num_rows,
+    out_loc_ptr,  # int64 [num_tokens]
+    bias_ptr,  # float32 [128, D]
+    weight_ptr,  # float32 [D]
+    eps,
+    rope_ptr,  # float32 [num_positions, ROPE]
+    num_positions,
+    data_ptr,
+    extra_ptr,
+    num_slots,
+    FORM: tl.constexpr,
+    FORMAT: tl.constexpr,
+    INDEXER: tl.constexpr,
+    PAGE: tl.constexpr,
+    PAGE_BYTES: tl.constexpr,
+    D: tl.constexpr,
+    LOG_D: tl.constexpr,
+    ROPE: tl.constexpr,
+    LANES: tl.constexpr,  # tokens side by side
+    STAGES: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """Entries of ratio 128 from the rows of their groups to the pool, where there are many: a program for each."""
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+    source = (kv_score_ptr, kv_stride, num_tokens, state_ptr, num_state_rows, bias_ptr)
+    weight = tl.load(weight_ptr + tl.arange(0, D))
+    first = tl.program_id(0)
+    more = first < num_rows
+    while more:
+        k = first + tl.arange(0, 1)
+        seq_len, row, buffer_len, _page_0, page_1, live = _compress_row(plan_ptr, k, k < num_rows, 128, 128, FORM)
+        first += tl.num_programs(0)
+        found = tl.max(live.to(tl.int32), 0) > 0
+        more = found & (first < num_rows)
+        if found:
+            slot = tl.load(out_loc_ptr + row, mask=live & (row >= 0) & (row < num_tokens), other=0)
+            angle = _angle(seq_len - 128, live, rope_ptr, num_positions, D, ROPE)
+            pooled = _pool_c128_window(row, buffer_len, page_1, live, *source, 0, D, D, LANES, STAGES)
+            value = _rotate(_norm(pooled, weight, eps, D), angle, 1, D, ROPE)
+            _store_entries(
+                value, slot, live, data_ptr, extra_ptr, num_slots, FORMAT, INDEXER, PAGE, PAGE_BYTES, 1, D, LOG_D, ROPE
+            )
 
 
 @triton.jit(
@@ -141,37 +220,46 @@ def _finish_step_kernel(
     D: tl.constexpr,
     LOG_D: tl.constexpr,
     ROPE: tl.constexpr,
-    ROWS: tl.constexpr,
+    ROWS: tl.constexpr,  # entries of a program
+    WRITE_ROWS: tl.constexpr,  # rows of state that a program has on their way
     PDL: tl.constexpr,
 ):
     """What comes after pooling: norm, rope and store of entries of ratio 128, and the rows kept as state."""
-    if PDL:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
-    source = (kv_score_ptr, kv_stride, num_tokens, state_ptr, num_state_rows)
+    # What stands before a wait reads what the launch before this one only reads, too, and waited for.
     pid = tl.program_id(0)
     if pid >= entry_programs:
-        if FORM != "decode":
-            # Valid rows come first.
-            k = (pid - entry_programs) * ROWS + tl.arange(0, ROWS)
+        if FORM == "decode":
+            return
+        # Valid rows come first.
+        k = (pid - entry_programs) * WRITE_ROWS + tl.arange(0, WRITE_ROWS)
+        row, state_row = _write_row(write_ptr, k, num_write_rows)
+        value = _load_new_rows(row, row >= 0, kv_score_ptr, kv_stride, num_tokens, WIDTH)
+        if PDL:
+            tl.extra.cuda.gdc_wait()
+            tl.extra.cuda.gdc_launch_dependents()
+        while tl.max(row, 0) >= 0:
+            _store_state_rows(row, state_row, value, num_tokens, state_ptr, num_state_rows, WIDTH)
+            k += (tl.num_programs(0) - entry_programs) * WRITE_ROWS
             row, state_row = _write_row(write_ptr, k, num_write_rows)
-            while tl.max(row, 0) >= 0:
-                this_row, this_state_row = row, state_row
-                k += (tl.num_programs(0) - entry_programs) * ROWS
-                row, state_row = _write_row(write_ptr, k, num_write_rows)
-                _copy_state_rows(this_row, this_state_row, this_row >= 0, *source, WIDTH, D)
+            value = _load_new_rows(row, row >= 0, kv_score_ptr, kv_stride, num_tokens, WIDTH)
         return
     if ENTRIES:
         k = pid * ROWS + tl.arange(0, ROWS)
         seq_len, row, _buffer_len, _page_0, _page_1, live = _compress_row(plan_ptr, k, k < num_rows, 128, 128, FORM)
+        slot = tl.load(out_loc_ptr + row, mask=live & (row >= 0) & (row < num_tokens), other=0)
+        angle = _angle(seq_len - 128, live, rope_ptr, num_positions, D, ROPE)
+        weight = tl.load(weight_ptr + tl.arange(0, D))
         if FORM == "decode":
             state_row = tl.load(plan_ptr + k.to(tl.int64) * 4 + 1, mask=k < num_rows, other=-1)
-            _copy_state_rows(k, state_row, k < num_rows, *source, WIDTH, D)
+            new = _load_new_rows(k, k < num_rows, kv_score_ptr, kv_stride, num_tokens, WIDTH)
+            _store_state_rows(k, state_row, new, num_tokens, state_ptr, num_state_rows, WIDTH)
+        if PDL:
+            tl.extra.cuda.gdc_wait()
+            tl.extra.cuda.gdc_launch_dependents()
         while tl.max(live.to(tl.int32), 0) > 0:
             place = pooled_ptr + (k.to(tl.int64) * D)[:, None] + tl.arange(0, D)[None, :]
-            value = _norm(tl.load(place, mask=live[:, None], other=0.0), weight_ptr, eps, D)
-            value = _rotate(value, seq_len - 128, live, rope_ptr, num_positions, ROWS, D, ROPE)
-            slot = tl.load(out_loc_ptr + row, mask=live & (row >= 0) & (row < num_tokens), other=0)
+            value = _norm(tl.load(place, mask=live[:, None], other=0.0), weight, eps, D)
+            value = _rotate(value, angle, ROWS, D, ROPE)
             _store_entries(
                 value,
                 slot,
@@ -190,3 +278,5 @@ def _finish_step_kernel(
             )
             k += entry_programs * ROWS
             seq_len, row, _buffer_len, _page_0, _page_1, live = _compress_row(plan_ptr, k, k < num_rows, 128, 128, FORM)
+            slot = tl.load(out_loc_ptr + row, mask=live & (row >= 0) & (row < num_tokens), other=0)
+            angle = _angle(seq_len - 128, live, rope_ptr, num_positions, D, ROPE)

@@ -5,8 +5,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from dsv4_triton_kernels.compressor_rows import _compress_row, _copy_state_rows
-from dsv4_triton_kernels.kv_store import _norm, _rotate, _store_entries
+from dsv4_triton_kernels.compressor_rows import _compress_row, _load_new_rows, _store_state_rows
+from dsv4_triton_kernels.kv_store import _angle, _norm, _rotate, _store_entries
 
 
 @triton.jit
@@ -37,12 +37,8 @@ def _load_c4_row(
 
 
 @triton.jit
-def _biased(i: tl.constexpr, score, seq_len, bias_ptr, D: tl.constexpr):
-    """Scores of token `i` with its bias; minus infinity where the first entry of a request has nothing before it."""
-    score += tl.load(bias_ptr + i * D + tl.arange(0, D)[None, :])
-    if i < 4:
-        score = tl.where((seq_len > 4)[:, None], score, float("-inf"))
-    return score
+def _load_bias(i: tl.constexpr, bias_ptr, D: tl.constexpr):
+    return tl.load(bias_ptr + i * D + tl.arange(0, D)[None, :])
 
 
 @triton.jit
@@ -58,8 +54,15 @@ def _store_c4_entries(
     num_tokens,
     state_ptr,
     num_state_rows,
-    bias_ptr,
-    weight_ptr,
+    b0,  # [1, D], as all up to `b7`: bias of the read window's tokens
+    b1,
+    b2,
+    b3,
+    b4,
+    b5,
+    b6,
+    b7,
+    norm_weight,  # [D]
     eps,
     rope_ptr,
     num_positions,
@@ -95,10 +98,12 @@ def _store_c4_entries(
     v6, s6 = _load_c4_row(6, *window, stored_1, new_place, place_1, stride, D)
     v7, s7 = _load_c4_row(7, *window, stored_1, new_place, place_1, stride, D)
     slot = tl.load(out_loc_ptr + row, mask=present, other=0)
-    s0, s1 = _biased(0, s0, seq_len, bias_ptr, D), _biased(1, s1, seq_len, bias_ptr, D)
-    s2, s3 = _biased(2, s2, seq_len, bias_ptr, D), _biased(3, s3, seq_len, bias_ptr, D)
-    s4, s5 = _biased(4, s4, seq_len, bias_ptr, D), _biased(5, s5, seq_len, bias_ptr, D)
-    s6, s7 = _biased(6, s6, seq_len, bias_ptr, D), _biased(7, s7, seq_len, bias_ptr, D)
+    angle = _angle(seq_len - 4, live, rope_ptr, num_positions, D, ROPE)
+    # The first entry of a request has nothing before it.
+    has_previous = (seq_len > 4)[:, None]
+    s0, s1 = tl.where(has_previous, s0 + b0, float("-inf")), tl.where(has_previous, s1 + b1, float("-inf"))
+    s2, s3 = tl.where(has_previous, s2 + b2, float("-inf")), tl.where(has_previous, s3 + b3, float("-inf"))
+    s4, s5, s6, s7 = s4 + b4, s5 + b5, s6 + b6, s7 + b7
     most = tl.maximum(
         tl.maximum(tl.maximum(s0, s1), tl.maximum(s2, s3)), tl.maximum(tl.maximum(s4, s5), tl.maximum(s6, s7))
     )
@@ -106,8 +111,7 @@ def _store_c4_entries(
     e4, e5, e6, e7 = tl.exp(s4 - most), tl.exp(s5 - most), tl.exp(s6 - most), tl.exp(s7 - most)
     total = ((e0 + e1) + (e2 + e3)) + ((e4 + e5) + (e6 + e7))
     pooled = ((v0 * e0 + v1 * e1) + (v2 * e2 + v3 * e3)) + ((v4 * e4 + v5 * e5) + (v6 * e6 + v7 * e7))
-    value = _norm(pooled / total, weight_ptr, eps, D)
-    value = _rotate(value, seq_len - 4, live, rope_ptr, num_positions, ROWS, D, ROPE)
+    value = _rotate(_norm(pooled / total, norm_weight, eps, D), angle, ROWS, D, ROPE)
     _store_entries(
         value, slot, live, data_ptr, extra_ptr, num_slots, FORMAT, INDEXER, PAGE, PAGE_BYTES, ROWS, D, LOG_D, ROPE
     )
@@ -132,6 +136,7 @@ def _compress_c4_kernel(
     num_state_rows,
     plan_ptr,  # int32 [num_rows, 4 or 5]
     num_rows,
+    header_ptr,  # int32 [8]: the plan's; not read for decode
     out_loc_ptr,  # int64 [num_tokens]
     bias_ptr,  # float32 [8, D]
     weight_ptr,  # float32 [D]
@@ -157,24 +162,43 @@ def _compress_c4_kernel(
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
     source = (kv_score_ptr, kv_stride, num_tokens, state_ptr, num_state_rows)
-    weights = (bias_ptr, weight_ptr, eps, rope_ptr, num_positions)
+    b0, b1, b2, b3 = (
+        _load_bias(0, bias_ptr, D),
+        _load_bias(1, bias_ptr, D),
+        _load_bias(2, bias_ptr, D),
+        _load_bias(3, bias_ptr, D),
+    )
+    b4, b5, b6, b7 = (
+        _load_bias(4, bias_ptr, D),
+        _load_bias(5, bias_ptr, D),
+        _load_bias(6, bias_ptr, D),
+        _load_bias(7, bias_ptr, D),
+    )
+    norm_weight = tl.load(weight_ptr + tl.arange(0, D))
+    weights = (b0, b1, b2, b3, b4, b5, b6, b7, norm_weight, eps, rope_ptr, num_positions)
     target = (out_loc_ptr, data_ptr, extra_ptr, num_slots)
-    k = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    seq_len, row, buffer_len, page_0, page_1, live = _compress_row(plan_ptr, k, k < num_rows, 8, 4, FORM)
     if FORM == "decode":
+        k = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+        seq_len, row, buffer_len, page_0, page_1, live = _compress_row(plan_ptr, k, k < num_rows, 8, 4, FORM)
         state_row = tl.load(plan_ptr + k.to(tl.int64) * 4 + 1, mask=k < num_rows, other=-1)
-        _copy_state_rows(k, state_row, k < num_rows, *source, 4 * D, D)
+        new = _load_new_rows(k, k < num_rows, kv_score_ptr, kv_stride, num_tokens, 4 * D)
+        _store_state_rows(k, state_row, new, num_tokens, state_ptr, num_state_rows, 4 * D)
         if tl.max(live.to(tl.int32), 0) > 0:
             window = (seq_len, row, buffer_len, page_0, page_1, live)
             _store_c4_entries(
                 *window, *source, *weights, *target, FORMAT, INDEXER, PAGE, PAGE_BYTES, D, LOG_D, ROPE, ROWS
             )
     else:
-        # Valid rows come first; most programs have one turn. The next turn's row is on its way during this one.
-        while tl.max(live.to(tl.int32), 0) > 0:
-            window = (seq_len, row, buffer_len, page_0, page_1, live)
-            k += tl.num_programs(0) * ROWS
-            seq_len, row, buffer_len, page_0, page_1, live = _compress_row(plan_ptr, k, k < num_rows, 8, 4, FORM)
-            _store_c4_entries(
-                *window, *source, *weights, *target, FORMAT, INDEXER, PAGE, PAGE_BYTES, D, LOG_D, ROPE, ROWS
-            )
+        # Most programs have one turn, which does not wait for the count.
+        count = tl.minimum(tl.load(header_ptr + 4), num_rows)
+        first = tl.program_id(0) * ROWS
+        more = first < num_rows
+        while more:
+            k = first + tl.arange(0, ROWS)
+            window = _compress_row(plan_ptr, k, k < num_rows, 8, 4, FORM)
+            if tl.max(window[5].to(tl.int32), 0) > 0:
+                _store_c4_entries(
+                    *window, *source, *weights, *target, FORMAT, INDEXER, PAGE, PAGE_BYTES, D, LOG_D, ROPE, ROWS
+                )
+            first += tl.num_programs(0) * ROWS
+            more = first < count

@@ -41,23 +41,16 @@ def _write_row(write_ptr, k, num_rows):
 
 
 @triton.jit
-def _copy_state_rows(
-    row,  # [ROWS], of kv_score
-    state_row,  # [ROWS]
-    live,
-    kv_score_ptr,
-    kv_stride,
-    num_tokens,
-    state_ptr,
-    num_state_rows,
-    WIDTH: tl.constexpr,
-    PART: tl.constexpr,  # channels at a time
-):
-    """Keeps rows of `kv_score` as state; negative state rows are left out."""
-    live &= (state_row >= 0) & (state_row < num_state_rows) & (row >= 0) & (row < num_tokens)
-    source = kv_score_ptr + (row.to(tl.int64) * kv_stride * 4)[:, None]
-    target = state_ptr + (state_row.to(tl.int64) * WIDTH)[:, None]
-    channel = tl.arange(0, PART)[None, :]
-    for start in tl.static_range(0, WIDTH, PART):
-        value = tl.load(source + (start + channel), mask=live[:, None], other=0.0)
-        tl.store(target + (start + channel), value, mask=live[:, None])
+def _load_new_rows(row, live, kv_score_ptr, kv_stride, num_tokens, WIDTH: tl.constexpr):
+    """Rows of `kv_score`, [ROWS, WIDTH]."""
+    live &= (row >= 0) & (row < num_tokens)
+    place = kv_score_ptr + (row.to(tl.int64) * kv_stride * 4)[:, None] + tl.arange(0, WIDTH)[None, :]
+    return tl.load(place, mask=live[:, None], other=0.0)
+
+
+@triton.jit
+def _store_state_rows(row, state_row, value, num_tokens, state_ptr, num_state_rows, WIDTH: tl.constexpr):
+    """Keeps `value`, rows `row` of `kv_score`, as state; where either row is not there, nothing is stored."""
+    live = (state_row >= 0) & (state_row < num_state_rows) & (row >= 0) & (row < num_tokens)
+    place = state_ptr + (state_row.to(tl.int64) * WIDTH)[:, None] + tl.arange(0, WIDTH)[None, :]
+    tl.store(place, value, mask=live[:, None])

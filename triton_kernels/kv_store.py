@@ -40,28 +40,32 @@ def _e4m3_bits(value):
 
 
 @triton.jit
-def _norm(value, weight_ptr, eps, D: tl.constexpr):
-    """RMS norm of each row of `value`, [ROWS, D]."""
-    weight = tl.load(weight_ptr + tl.arange(0, D))[None, :]
+def _norm(value, weight, eps, D: tl.constexpr):
+    """RMS norm of each row of `value`, [ROWS, D], with `weight`, [D]."""
     mean = tl.sum(value * value, 1) / D
-    return value * tl.rsqrt(mean + eps)[:, None] * weight
+    return value * tl.rsqrt(mean + eps)[:, None] * weight[None, :]
 
 
 @triton.jit
-def _rotate(value, position, live, rope_ptr, num_positions, ROWS: tl.constexpr, D: tl.constexpr, ROPE: tl.constexpr):
-    """`value`, [ROWS, D], with its last ROPE channels turned pair by pair."""
+def _angle(position, live, rope_ptr, num_positions, D: tl.constexpr, ROPE: tl.constexpr):
+    """Cosine and sine of each pair of channels, [ROWS, D], at the places of the pairs; only the last ROPE are used."""
     channel = tl.arange(0, D)[None, :]
     known = live & (position >= 0) & (position < num_positions)
-    # (cos, sin) lie as the pairs do, so both split alike.
-    angle = tl.load(
+    return tl.load(
         rope_ptr + (position.to(tl.int64) * ROPE)[:, None] + (channel - (D - ROPE)),
         mask=known[:, None] & (channel >= D - ROPE),
         other=0.0,
     )
+
+
+@triton.jit
+def _rotate(value, angle, ROWS: tl.constexpr, D: tl.constexpr, ROPE: tl.constexpr):
+    """`value`, [ROWS, D], with its last ROPE channels turned pair by pair."""
+    # (cos, sin) lie as the pairs do, so both split alike.
     cos, sin = tl.split(tl.reshape(angle, [ROWS, D // 2, 2]))
     even, odd = tl.split(tl.reshape(value, [ROWS, D // 2, 2]))
     turned = tl.join(even * cos - odd * sin, even * sin + odd * cos)
-    return tl.where(channel >= D - ROPE, tl.reshape(turned, [ROWS, D]), value)
+    return tl.where(tl.arange(0, D)[None, :] >= D - ROPE, tl.reshape(turned, [ROWS, D]), value)
 
 
 @triton.jit
@@ -174,8 +178,8 @@ def _store_kv_kernel(
     )
     if NORM_ROPE:
         position = tl.load(position_ptr + row * stride_position, mask=live, other=0).to(tl.int64)
-        value = _norm(value, weight_ptr, eps, D)
-        value = _rotate(value, position, live, rope_ptr, num_positions, ROWS, D, ROPE)
+        angle = _angle(position, live, rope_ptr, num_positions, D, ROPE)
+        value = _rotate(_norm(value, tl.load(weight_ptr + tl.arange(0, D)), eps, D), angle, ROWS, D, ROPE)
     _store_entries(
         value, slot, live, data_ptr, extra_ptr, num_slots, FORMAT, INDEXER, PAGE, PAGE_BYTES, ROWS, D, LOG_D, ROPE
     )
