@@ -7,6 +7,7 @@ A row's query is compared with the keys of all its closed entries, and the best 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from types import ModuleType
 
 import torch
 
@@ -17,7 +18,7 @@ from dsv4_backend.validation import INT_DTYPES, expect_tensor, expect_type
 WORKSPACE_BYTES = 256 << 20
 """What `select_entries` allocates for scores at most, unless a single row takes more."""
 MIN_HEAD_DIM = 16
-_MAX_SLOTS = 2**31
+_MAX_SLOTS, _MAX_PAGES = 2**31, 2**31 - 1
 
 
 @dataclass(frozen=True, eq=False)
@@ -161,6 +162,7 @@ def index_scores(
             page_table=page_table,
             table_rows=table_rows,
             lengths=lengths,
+            num_pages=_pages(keys),
             out=out,
         )
 
@@ -210,7 +212,7 @@ def select_topk(
         if type(value) is not int or value < 1:
             raise ValueError(f"{name}: expected an int of at least 1, got {value!r}")
     _check_selection(out, raw, rows, device)
-    most = _MAX_SLOTS // page_entries
+    most = min(_MAX_SLOTS // page_entries, _MAX_PAGES)
     _select(
         dispatch.indexer(impl, device),
         scores=scores,
@@ -288,14 +290,19 @@ def select_entries(
         part_scores = scores if scores is None else scores[: part.stop - start]
         if part_scores is not None:
             implementation.index_scores(
-                values=query.values[part], weights=query.weights[part], keys=keys, out=part_scores, **tables
+                values=query.values[part],
+                weights=query.weights[part],
+                keys=keys,
+                num_pages=_pages(keys),
+                out=part_scores,
+                **tables,
             )
         _select(
             implementation,
             scores=part_scores,
             width=max_length,
             page_entries=layout.page_entries,
-            num_pages=min(keys.num_slots, _MAX_SLOTS) // layout.page_entries,
+            num_pages=_pages(keys),
             out=out[part],
             raw=raw if raw is None else raw[part],
             **tables,
@@ -307,14 +314,19 @@ def workspace_row(max_length: int) -> int:
     return -(-max_length // 4) * 4
 
 
+def _pages(keys: EntryPool) -> int:
+    """Pages of a pool whose slots int32 can name."""
+    return min(min(keys.num_slots, _MAX_SLOTS) // keys.layout.page_entries, _MAX_PAGES)
+
+
 def _select(
-    implementation: object, *, out: torch.Tensor, scores: torch.Tensor | None, width: int, **rest: object
+    implementation: ModuleType, *, out: torch.Tensor, scores: torch.Tensor | None, width: int, **rest: object
 ) -> None:
     if not out.shape[0]:
         return
     # Where every row selects all that it has, what the scores are does not matter.
     scores = scores if width > out.shape[1] else None
-    implementation.select_topk(out=out, scores=scores, width=width, **rest)  # type: ignore[attr-defined]
+    implementation.select_topk(out=out, scores=scores, width=width, **rest)
 
 
 def _check_keys(keys: EntryPool) -> EntryPool:

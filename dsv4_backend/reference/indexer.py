@@ -47,16 +47,18 @@ def index_scores(
     page_table: torch.Tensor,
     table_rows: torch.Tensor | None,
     lengths: torch.Tensor,
+    num_pages: int,
     out: torch.Tensor,
 ) -> None:
-    """Scores the entries of each row, in float64 until the end; arguments as in `dsv4_backend.indexer.index_scores`."""
+    """Scores the entries of each row, in float64 until the end; arguments as in `dsv4_backend.indexer.index_scores`.
+
+    `num_pages`: pages of the pool whose slots int32 can name.
+    """
     queries = kv_store.from_e4m3(values) if keys.layout.format == "fp8" else values
     for row, length in enumerate(lengths.clamp(0, out.shape[1]).tolist()):
         entry = torch.arange(length, device=out.device)
         table = _tables(page_table, None if table_rows is None else table_rows[row : row + 1], row)
-        slot = entry_slots(
-            entry[None], table, keys.layout.page_entries, keys.num_slots // keys.layout.page_entries
-        ).squeeze(0)
+        slot = entry_slots(entry[None], table, keys.layout.page_entries, num_pages).squeeze(0)
         vectors = kv_store.load_entries(keys, slot.clamp(min=0)).double()
         products = (queries[row].double() @ vectors.T).relu()
         score = (weights[row].double()[:, None] * products).sum(dim=0)
