@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 from weakref import WeakValueDictionary
 
 import torch
@@ -28,6 +28,7 @@ _JOINED = (
     ("comp_wkv", "comp_wgate", "idx_comp_wkv", "idx_comp_wgate", "idx_wproj"),
 )
 """Projections of the same input, which lie one behind the other in memory: one matrix product each."""
+AnyLayer = TypeVar("AnyLayer", bound="DSV4Attention")
 _rope_tables: WeakValueDictionary[tuple[DSV4Config, bool, torch.device], torch.Tensor] = WeakValueDictionary()
 
 
@@ -106,17 +107,17 @@ class DSV4Attention(nn.Module):
         self.cfg, self.ratio, self.impl, self.dtype = cfg, ratio, impl, dtype
         for name, weight in layer_weights(cfg, ratio).items():
             value = torch.empty(weight.shape, dtype=torch.float32 if weight.float32 else dtype, device=device)
-            if not weight.float32:
-                value.normal_(std=weight.shape[1] ** -0.5)
-            else:
+            if weight.float32:
                 value.fill_(1.0 if name.endswith("norm") else 0.0)
+            elif not value.is_meta:  # where torch would load its compiler
+                value.normal_(std=weight.shape[1] ** -0.5)
             self.register_parameter(name, nn.Parameter(value, requires_grad=False))
         self._joined = tuple(tuple(name for name in names if name in self._parameters) for names in _JOINED)
         self._settle()
 
     @classmethod
     def from_weights(
-        cls,
+        cls: type[AnyLayer],
         weights: Mapping[str, torch.Tensor],
         cfg: DSV4Config,
         ratio: int,
@@ -125,7 +126,7 @@ class DSV4Attention(nn.Module):
         impl: str = "auto",
         device: torch.device | str = "cpu",
         dtype: torch.dtype = torch.bfloat16,
-    ) -> DSV4Attention:
+    ) -> AnyLayer:
         """A layer with these weights, copied to `device` and `dtype`.
 
         Args:
