@@ -14,7 +14,8 @@ from dsv4_backend.layouts import EntryPool
 from dsv4_backend.validation import INT_DTYPES, expect_tensor, expect_type
 
 QUERY_DTYPES = (torch.float32, torch.bfloat16)
-MIN_HEAD_DIM = 16
+HEAD_DIMS = (16, 512)
+"""The least and the most channels; a layout allows powers of two only."""
 
 
 def sparse_attention(
@@ -37,7 +38,7 @@ def sparse_attention(
     """Attends, for each row and head, the entries of both lists; an entry is key and value at once.
 
     With logits l_u = scale * <q, u> an entry u weighs exp(l_u) / (exp(sink) + sum of all exp(l)). With everything on
-    the window pool's device, and D = `window.layout.head_dim`, a power of two from 16:
+    the window pool's device, and D = `window.layout.head_dim`, a power of two from 16 to 512:
 
     Args:
         q: float32 or bfloat16 [T, H, D], any H from 1; unit channel stride, other strides multiples of 8 elements, on a
@@ -138,8 +139,9 @@ def _check_pool(name: str, pool: EntryPool) -> None:
     layout = pool.layout
     if layout.indexer:
         raise ValueError(f"{name}: expected a pool of window or compressed entries, got one of indexer keys")
-    if layout.head_dim < MIN_HEAD_DIM:
-        raise ValueError(f"{name}: expected a head_dim of at least {MIN_HEAD_DIM}, got {layout.head_dim}")
+    least, most = HEAD_DIMS
+    if not least <= layout.head_dim <= most:
+        raise ValueError(f"{name}: expected a head_dim of {least} to {most}, got {layout.head_dim}")
     if layout.format == "fp8" and layout.rope_dim & (layout.rope_dim - 1):
         raise ValueError(f"{name}: expected a rope_dim that is a power of two in format fp8, got {layout.rope_dim}")
     if not pool.num_slots:
