@@ -60,7 +60,10 @@ def _store_query_kernel(
         if FORMAT == "bf16":
             tl.store(value_ptr + place, (_bfloat16_bits(value) >> 16).to(tl.int16), mask=live[:, None])
         else:
-            scale = tl.div_rn(tl.maximum(tl.max(tl.abs(value), 1), 1e-4), 448.0 + tl.zeros([ROWS], tl.float32))
+            amax = tl.max(tl.abs(value), 1)
+            # Not tl.maximum, which may lose NaN; the transform has spread it to all channels.
+            amax = tl.where(amax < 1e-4, 1e-4, amax)
+            scale = tl.div_rn(amax, 448.0 + tl.zeros([ROWS], tl.float32))
             code = _e4m3_bits(tl.div_rn(value, scale[:, None] + tl.zeros([ROWS, D], tl.float32)))
             tl.store(value_ptr + place, code.to(tl.uint8), mask=live[:, None])
             weight *= scale

@@ -95,10 +95,10 @@ def _select_topk_kernel(
         tl.extra.cuda.gdc_launch_dependents()
     row = tl.program_id(0).to(tl.int64)
     length = tl.minimum(tl.load(length_ptr + row * stride_length), width)
-    pages = (
-        *_row_of_table(table_ptr, stride_table, num_columns, table_rows_ptr, stride_row, num_tables, row),
-        num_pages,
+    table_ptr, num_columns = _row_of_table(
+        table_ptr, stride_table, num_columns, table_rows_ptr, stride_row, num_tables, row
     )
+    pages = (table_ptr, num_columns, num_pages)
     out_ptr += row * stride_out
     if raw_ptr is not None:
         raw_ptr += row * stride_raw
