@@ -116,7 +116,8 @@ def compare_selection(
     tokens = rows[narrow].unique().tolist()
     if kv != "fp32":
         others = rows[~same].unique().tolist()
-        return Finding("topk_idx", True, 0.0, f"topk_idx equal but for {len(others)} of {len(tokens)} close rows"), same
+        text = f"topk_idx equal{f' but for {len(others)} of {len(tokens)} close rows' if others else ''}"
+        return Finding("topk_idx", True, float(len(others)), text), same
     if len(tokens) > 1:
         text = f"topk_idx: expected at most one row with a margin below {MARGINS[kv]:.0e}, got rows {tokens}"
         return Finding("topk_idx", False, torch.inf, text), same

@@ -189,8 +189,8 @@ class Records:
             causal = torch.arange(theirs.shape[1], device=self.device) < ((listed + 1) // 4)[:, None]
             if self.kv == "fp32":
                 found.append(close("idx_score", kept["idx_score"], theirs.where(causal, torch.nan), listed))
-            else:  # a row may have few scores, near zero
-                ours, limit = kept["idx_score"], NORM_TOLERANCE[self.kv]
+            else:  # queries and keys are both rounded; and a row may have few scores, near zero
+                ours, limit = kept["idx_score"], 2 * NORM_TOLERANCE[self.kv]
                 theirs = theirs.where(causal, 0.0)
                 found.append(close_by_norm("idx_score", ours, theirs, listed, limit, row_tolerance=10.0))
         if self.kv != "fp32" and len(listed):

@@ -303,7 +303,10 @@ class DSV4Attention(nn.Module):
             part.data = rows
 
     def _settle(self) -> None:
-        """Brings together what lies on the layer's device."""
+        """Joins weights and finds the rope table, once the weights have come to lie where they are."""
+        if self.wkv.is_meta:
+            self.rope = torch.empty((self.cfg.max_position, self.cfg.rope_dim), device="meta")
+            return
         for names in self._joined:
             if names:
                 self._join(names)
