@@ -6,43 +6,26 @@ A row's query is compared with the keys of all its closed entries, and the best 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from types import ModuleType
 
 import torch
 
 from dsv4_backend import dispatch
+from dsv4_backend.indexer_checks import (
+    IndexQuery,
+    check_keys,
+    check_matrix,
+    check_query,
+    check_selection,
+    check_tables,
+    expect_unit_columns,
+)
 from dsv4_backend.layouts import EntryPool
-from dsv4_backend.validation import INT_DTYPES, expect_tensor, expect_type
+from dsv4_backend.validation import INT_DTYPES, expect_tensor
 
 WORKSPACE_BYTES = 256 << 20
 """What `select_entries` allocates for scores at most, unless a single row takes more."""
-MIN_HEAD_DIM = 16
 _MAX_SLOTS, _MAX_PAGES = 2**31, 2**31 - 1
-
-
-@dataclass(frozen=True, eq=False)
-class IndexQuery:
-    """Queries of the indexer, in the format of the keys that they are compared with.
-
-    Args:
-        values: [T, heads, channels], contiguous: float32, bfloat16, or uint8 (float8 e4m3 by its bits) for keys of
-            format fp32, bf16, fp8.
-        weights: float32 [T, heads], contiguous: the head weights times channels**-0.5 * heads**-0.5 and, for fp8, times
-            the scale of the query's values.
-    """
-
-    values: torch.Tensor
-    weights: torch.Tensor
-
-    @classmethod
-    def empty(cls, keys: EntryPool, num_rows: int, heads: int) -> IndexQuery:
-        """Room for `num_rows` queries against `keys`, not initialised."""
-        layout, device = keys.layout, keys.device
-        return cls(
-            torch.empty((num_rows, heads, layout.head_dim), dtype=layout.dtype, device=device),
-            torch.empty((num_rows, heads), dtype=torch.float32, device=device),
-        )
 
 
 def index_query(
@@ -80,7 +63,7 @@ def index_query(
 
     Source: spec/attention_math.md, sections 5 and 6.
     """
-    layout = _check_keys(keys).layout
+    layout = check_keys(keys).layout
     q = expect_tensor("q", q, dtypes=(torch.float32, torch.bfloat16), ndim=3, device=keys.device)
     rows, heads, dim = q.shape
     if heads < 1 or dim != layout.head_dim:
@@ -91,9 +74,9 @@ def index_query(
         )
     if q.data_ptr() % 16:
         raise ValueError(f"q: expected an address that is a multiple of 16, got {q.data_ptr():#x}")
-    _check_matrix("head_weights", head_weights, (torch.float32, torch.bfloat16), (rows, heads), keys)
+    check_matrix("head_weights", head_weights, (torch.float32, torch.bfloat16), (rows, heads), keys)
     expect_tensor("positions", positions, dtypes=INT_DTYPES, ndim=1, size=rows, device=keys.device)
-    _check_matrix("rope", rope, (torch.float32,), (None, layout.rope_dim), keys)
+    check_matrix("rope", rope, (torch.float32,), (None, layout.rope_dim), keys)
     if rope.shape[0] < 1 or not rope.is_contiguous() or rope.data_ptr() % 16:
         raise ValueError(
             f"rope: expected at least one position, contiguous on a 16-byte boundary, got shape {list(rope.shape)}, "
@@ -102,7 +85,7 @@ def index_query(
     implementation = dispatch.indexer(impl, keys.device)
     if out is None:
         out = IndexQuery.empty(keys, rows, heads)
-    elif _check_query("out", out, keys) != (rows, heads):
+    elif check_query("out", out, keys) != (rows, heads):
         raise ValueError(f"out: expected {rows} rows of {heads} heads, got shape {list(out.values.shape)}")
     if rows:
         implementation.index_query(
@@ -150,9 +133,9 @@ def index_scores(
 
     Source: spec/attention_math.md, sections 5 and 6.
     """
-    rows, _ = _check_query("query", query, _check_keys(keys))
-    _check_tables(page_table, table_rows, lengths, rows, keys.device)
-    _check_matrix("out", out, (torch.float32,), (rows, None), keys)
+    rows, _ = check_query("query", query, check_keys(keys))
+    check_tables(page_table, table_rows, lengths, rows, keys.device)
+    check_matrix("out", out, (torch.float32,), (rows, None), keys)
     implementation = dispatch.indexer(impl, keys.device)
     if out.numel():
         implementation.index_scores(
@@ -204,14 +187,14 @@ def select_topk(
     Source: spec/attention_math.md, section 5.
     """
     scores = expect_tensor("scores", scores, dtypes=(torch.float32,), ndim=2)
-    _expect_unit_columns("scores", scores)
+    expect_unit_columns("scores", scores)
     rows, device = scores.shape[0], scores.device
-    _check_tables(page_table, table_rows, lengths, rows, device)
+    check_tables(page_table, table_rows, lengths, rows, device)
     limits = {"page_entries": page_entries} | ({} if num_pages is None else {"num_pages": num_pages})
     for name, value in limits.items():
         if type(value) is not int or value < 1:
             raise ValueError(f"{name}: expected an int of at least 1, got {value!r}")
-    _check_selection(out, raw, rows, device)
+    check_selection(out, raw, rows, device)
     most = min(_MAX_SLOTS // page_entries, _MAX_PAGES)
     _select(
         dispatch.indexer(impl, device),
@@ -256,9 +239,9 @@ def select_entries(
     Raises:
         ValueError: before anything is written.
     """
-    rows, _ = _check_query("query", query, _check_keys(keys))
-    _check_tables(page_table, table_rows, lengths, rows, keys.device)
-    _check_selection(out, raw, rows, keys.device)
+    rows, _ = check_query("query", query, check_keys(keys))
+    check_tables(page_table, table_rows, lengths, rows, keys.device)
+    check_selection(out, raw, rows, keys.device)
     if type(max_length) is not int or max_length < 0:
         raise ValueError(f"max_length: expected an int of at least 0, got {max_length!r}")
     row_size, scored = workspace_row(max_length), max_length > out.shape[1]
@@ -327,76 +310,3 @@ def _select(
     # Where every row selects all that it has, what the scores are does not matter.
     scores = scores if width > out.shape[1] else None
     implementation.select_topk(out=out, scores=scores, width=width, **rest)
-
-
-def _check_keys(keys: EntryPool) -> EntryPool:
-    expect_type("keys", keys, EntryPool)
-    if not keys.layout.indexer or keys.layout.head_dim < MIN_HEAD_DIM:
-        raise ValueError(
-            f"keys: expected a pool of indexer keys of at least {MIN_HEAD_DIM} channels, got {keys.layout}"
-        )
-    return keys
-
-
-def _check_query(name: str, query: IndexQuery, keys: EntryPool) -> tuple[int, int]:
-    """Rows and heads of a query that is in the format of `keys`."""
-    expect_type(name, query, IndexQuery)
-    values = expect_tensor(f"{name}.values", query.values, dtypes=(keys.layout.dtype,), ndim=3, device=keys.device)
-    rows, heads, dim = values.shape
-    if heads < 1 or dim != keys.layout.head_dim:
-        raise ValueError(
-            f"{name}.values: expected at least one head of {keys.layout.head_dim} channels, got shape "
-            f"{list(values.shape)}"
-        )
-    _check_matrix(f"{name}.weights", query.weights, (torch.float32,), (rows, heads), keys)
-    for field, tensor in (("values", values), ("weights", query.weights)):
-        if not tensor.is_contiguous():
-            raise ValueError(f"{name}.{field}: expected a contiguous tensor, got strides {list(tensor.stride())}")
-    if values.data_ptr() % 16:
-        raise ValueError(f"{name}.values: expected an address that is a multiple of 16, got {values.data_ptr():#x}")
-    return rows, heads
-
-
-def _check_tables(
-    page_table: torch.Tensor,
-    table_rows: torch.Tensor | None,
-    lengths: torch.Tensor,
-    rows: int,
-    device: torch.device,
-) -> None:
-    expect_tensor("lengths", lengths, dtypes=(torch.int32,), ndim=1, size=rows, device=device)
-    if table_rows is not None:
-        expect_tensor("table_rows", table_rows, dtypes=(torch.int32,), ndim=1, size=rows, device=device)
-    size = rows if table_rows is None else None
-    expect_tensor("page_table", page_table, dtypes=(torch.int32,), ndim=2, size=size, device=device)
-    _expect_unit_columns("page_table", page_table)
-
-
-def _check_selection(out: torch.Tensor, raw: torch.Tensor | None, rows: int, device: torch.device) -> None:
-    out = expect_tensor("out", out, dtypes=(torch.int32,), ndim=2, size=rows, device=device)
-    _expect_unit_columns("out", out)
-    if out.shape[1] < 1:
-        raise ValueError("out: expected at least one column, got none")
-    if raw is not None:
-        raw = expect_tensor("raw", raw, dtypes=(torch.int32,), ndim=2, size=rows, device=device)
-        _expect_unit_columns("raw", raw)
-        if raw.shape != out.shape:
-            raise ValueError(f"raw: expected the shape of out, {list(out.shape)}, got {list(raw.shape)}")
-
-
-def _check_matrix(
-    name: str,
-    value: torch.Tensor,
-    dtypes: tuple[torch.dtype, ...],
-    shape: tuple[int | None, int | None],
-    keys: EntryPool,
-) -> None:
-    value = expect_tensor(name, value, dtypes=dtypes, ndim=2, size=shape[0], device=keys.device)
-    if shape[1] is not None and value.shape[1] != shape[1]:
-        raise ValueError(f"{name}: expected {shape[1]} columns, got {value.shape[1]}")
-    _expect_unit_columns(name, value)
-
-
-def _expect_unit_columns(name: str, value: torch.Tensor) -> None:
-    if value.shape[1] > 1 and value.stride(1) != 1:
-        raise ValueError(f"{name}: expected unit column stride, got {list(value.stride())}")
