@@ -168,9 +168,8 @@ def _check_list(name: str, indices: object, lengths: object, rows: int, device: 
 
 def _check_rows(name: str, tensor: torch.Tensor) -> None:
     """Checks that the channels of each row and head can be loaded 16 bytes at a time."""
-    _, heads, _ = tensor.shape
     strides = tensor.stride()
-    if strides[2] != 1 or any(stride % 8 for stride in strides[heads == 1 : 2] + strides[:1]):
+    if strides[2] != 1 or any(size > 1 and stride % 8 for size, stride in zip(tensor.shape[:2], strides, strict=False)):
         raise ValueError(
             f"{name}: expected unit channel stride and other strides that are multiples of 8, got {list(strides)}"
         )

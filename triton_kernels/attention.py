@@ -48,7 +48,7 @@ def block_sizes(format: str, head_dim: int, num_heads: int, major: int) -> dict[
 def chip(device: torch.device) -> tuple[int, int]:
     """Major compute capability, and how many programs run at a time."""
     if device.type != "cuda":
-        return 0, 4
+        return 0, 3
     found = torch.cuda.get_device_properties(device)
     return found.major, found.multi_processor_count
 

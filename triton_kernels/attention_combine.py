@@ -45,13 +45,13 @@ def _combine_splits_kernel(
         tl.extra.cuda.gdc_launch_dependents()
     program = tl.program_id(0)
     row = (program // num_heads).to(tl.int64)
-    one = tl.zeros([1], tl.int32)
-    head, live = program % num_heads + one, one == 0
+    head = program % num_heads + tl.arange(0, 1)
+    live = head < num_heads
     place = row * num_splits * num_heads + program % num_heads
-    split = tl.arange(0, _MAX_SPLITS)
-    part = tl.load(partial_lse_ptr + place + split * num_heads, mask=split < num_splits, other=float("-inf"))
-    most = tl.maximum(tl.max(part, 0), _LOWEST) + one
-    total = tl.sum(tl.exp2(part - most), 0) + one
+    every = tl.arange(0, _MAX_SPLITS)
+    log_sum = tl.load(partial_lse_ptr + place + every * num_heads, mask=every < num_splits, other=float("-inf"))
+    most = tl.maximum(tl.max(log_sum[None, :], 1), _LOWEST)
+    total = tl.sum(tl.exp2(log_sum[None, :] - most[:, None]), 1)
     value = tl.zeros([D], tl.float32)
     for start in range(0, num_splits, _STEP):
         split = start + tl.arange(0, _STEP)
