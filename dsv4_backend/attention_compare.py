@@ -109,8 +109,8 @@ def compare_selection(
     bad = ~same & ~narrow
     if bad.any():
         at = int(bad.nonzero()[0])
-        missing, extra = sorted({*theirs[at].tolist()} - {*ours[at].tolist()}), ours[at].sort().values.tolist()
-        extra = sorted({*extra} - {*theirs[at].tolist()})
+        chosen, wanted = {*ours[at].tolist()}, {*theirs[at].tolist()}
+        missing, extra = sorted(wanted - chosen), sorted(chosen - wanted)
         text = f"topk_idx[{int(rows[at])}]: expected the golden's selection at margin {float(margin[at]):.1e}, got "
         return Finding("topk_idx", False, torch.inf, f"{text}one without {missing} and with {extra}"), same
     tokens = rows[narrow].unique().tolist()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from typing import NamedTuple, TypeVar
-from weakref import WeakValueDictionary
 
 import torch
 from torch import nn
@@ -14,11 +13,11 @@ from dsv4_backend.cache import LayerCache
 from dsv4_backend.config import DSV4Config
 from dsv4_backend.dispatch import IMPLS
 from dsv4_backend.indexer import IndexQuery, index_query, select_entries
+from dsv4_backend.layer_products import float32_product, join, joint, norm_rope_heads, rms_norm, shared_rope_table
 from dsv4_backend.layer_weights import collect_weights, layer_weights
 from dsv4_backend.layer_writer import CompressorWeights, LayerWriter
 from dsv4_backend.layouts import arrange_bias, state_width
 from dsv4_backend.metadata import AttnMetadata
-from dsv4_backend.rope import rope_table
 from dsv4_backend.validation import expect_tensor, expect_type
 
 DTYPES = (torch.float32, torch.bfloat16)
@@ -29,7 +28,6 @@ _JOINED = (
 )
 """Projections of the same input, which lie one behind the other in memory: one matrix product each."""
 AnyLayer = TypeVar("AnyLayer", bound="DSV4Attention")
-_rope_tables: WeakValueDictionary[tuple[DSV4Config, bool, torch.device], torch.Tensor] = WeakValueDictionary()
 
 
 class Projections(NamedTuple):
@@ -112,7 +110,6 @@ class DSV4Attention(nn.Module):
             elif not value.is_meta:  # where torch would load its compiler
                 value.normal_(std=weight.shape[1] ** -0.5)
             self.register_parameter(name, nn.Parameter(value, requires_grad=False))
-        self._joined = tuple(tuple(name for name in names if name in self._parameters) for names in _JOINED)
         self._settle()
 
     @classmethod
@@ -174,14 +171,15 @@ class DSV4Attention(nn.Module):
     def project(self, x: torch.Tensor, positions: torch.Tensor) -> Projections:
         """Everything that is made of the hidden states of rows at `positions`."""
         cfg = self.cfg
-        kv, latent = (x @ self._joint(0).T).split((cfg.head_dim, cfg.q_lora_rank), dim=1)
-        latent = _norm(latent, self.q_norm, cfg.rms_norm_eps)
-        made = latent @ self._joint(1).T
+        of_hidden, of_latent, pooled = self._joined()
+        kv, latent = (x @ joint(of_hidden).T).split((cfg.head_dim, cfg.q_lora_rank), dim=1)
+        latent = rms_norm(latent, self.q_norm, cfg.rms_norm_eps)
+        made = latent @ joint(of_latent).T
         query = made[:, : cfg.num_heads * cfg.head_dim].view(-1, cfg.num_heads, cfg.head_dim)
-        query = self._norm_rope(query, positions)
+        query = norm_rope_heads(query, positions, self.rope, cfg.rms_norm_eps)
         if not self.ratio:
             return Projections(latent, query, kv, None, None, None, None)
-        scores = _float32_product(x, self._joint(2))
+        scores = float32_product(x, joint(pooled))
         width = state_width(self.ratio, cfg.head_dim)
         if self.ratio == 128:
             return Projections(latent, query, kv, scores, None, None, None)
@@ -267,54 +265,23 @@ class DSV4Attention(nn.Module):
     def extra_repr(self) -> str:
         return f"ratio={self.ratio}, impl={self.impl!r}, dtype={self.dtype}"
 
-    def _norm_rope(self, query: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        """Queries after a norm of each head without weight, and rope: float32 inside, rounded once."""
-        cfg = self.cfg
-        size = torch.linalg.vector_norm(query, dim=-1, keepdim=True, dtype=torch.float32)
-        factor = (size.square() / cfg.head_dim + cfg.rms_norm_eps).rsqrt()
-        out = torch.empty(query.shape, dtype=query.dtype, device=query.device)
-        start = cfg.head_dim - cfg.rope_dim
-        torch.mul(query[..., :start], factor, out=out[..., :start])
-        turning = (query[..., start:] * factor).unflatten(-1, (-1, 2))
-        table = torch.view_as_complex(self.rope.view(len(self.rope), -1, 2))
-        angle = table[positions.clamp(0, len(table) - 1)]
-        turned = torch.view_as_complex(turning) * angle[:, None]
-        out[..., start:] = torch.view_as_real(turned).flatten(-2)
-        return out
-
     def _compressor(self, name: str) -> CompressorWeights:
         return CompressorWeights(
             arrange_bias(self.get_parameter(f"{name}_ape"), self.ratio), self.get_parameter(f"{name}_norm")
         )
 
-    def _joint(self, index: int) -> torch.Tensor:
-        """The matrix that the projections of `_JOINED[index]` are together."""
-        names = self._joined[index]
-        parts = [self.get_parameter(name) for name in names]
-        if not _adjacent(parts):  # somebody gave the layer other tensors
-            self._join(names)
-        rows = sum(map(len, parts))
-        return parts[0].as_strided((rows, parts[0].shape[1]), (parts[0].shape[1], 1))
-
-    def _join(self, names: tuple[str, ...]) -> None:
-        parts = [self.get_parameter(name) for name in names]
-        whole = torch.cat([part.detach() for part in parts])
-        for part, rows in zip(parts, whole.split([len(part) for part in parts]), strict=True):
-            part.data = rows
+    def _joined(self) -> list[list[nn.Parameter]]:
+        """The projections of each row of `_JOINED` that the layer has."""
+        return [[self.get_parameter(name) for name in names if name in self._parameters] for names in _JOINED]
 
     def _settle(self) -> None:
         """Joins weights and finds the rope table, once the weights have come to lie where they are."""
         if self.wkv.is_meta:
             self.rope = torch.empty((self.cfg.max_position, self.cfg.rope_dim), device="meta")
             return
-        for names in self._joined:
-            if names:
-                self._join(names)
-        key = (self.cfg, self.ratio > 0, self.wkv.device)
-        table = _rope_tables.get(key)
-        if table is None:
-            table = _rope_tables[key] = rope_table(self.cfg, self.ratio, device=self.wkv.device)
-        self.rope = table
+        for parts in filter(None, self._joined()):
+            join(parts)
+        self.rope = shared_rope_table(self.cfg, self.ratio, self.wkv.device)
 
     def _apply(self, fn: Callable[..., torch.Tensor], recurse: bool = True) -> DSV4Attention:
         super()._apply(fn, recurse)
@@ -337,28 +304,3 @@ class DSV4Attention(nn.Module):
                 "torch.backends.cuda.matmul: expected float32 products in full precision (fp32_precision 'ieee') for a "
                 "layer of dtype float32, got TF32 allowed"
             )
-
-
-def _norm(values: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    """RMS norm with weight: float32 inside, rounded to the dtype of `values`."""
-    wide = values.float()
-    return (wide * (wide.square().mean(dim=-1, keepdim=True) + eps).rsqrt() * weight).to(values.dtype)
-
-
-def _float32_product(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """float32 [T, rows]: `x` times `weight`, accumulated and returned in float32."""
-    if x.dtype == torch.float32:
-        return x @ weight.T
-    if x.device.type == "cuda":
-        return torch.mm(x, weight.T, out_dtype=torch.float32)  # cuBLAS stores its accumulators
-    return x.float() @ weight.float().T  # torch has no such product on a CPU
-
-
-def _adjacent(parts: list[nn.Parameter]) -> bool:
-    """Whether these matrices lie one behind the other in one storage."""
-    storage, end = parts[0].untyped_storage().data_ptr(), parts[0].data_ptr()
-    for part in parts:
-        if part.untyped_storage().data_ptr() != storage or part.data_ptr() != end or not part.is_contiguous():
-            return False
-        end += part.nbytes
-    return True
