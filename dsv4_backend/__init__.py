@@ -1,10 +1,13 @@
-"""A standalone DeepSeek-V4 compressed-attention backend; so far, a paged cache, and plans and metadata of a step."""
+"""A standalone DeepSeek-V4 compressed-attention backend: plans and metadata of a step, a paged cache, attention."""
 
+from dsv4_backend.attention import sparse_attention
 from dsv4_backend.batch import ForwardMode, RawBatch
 from dsv4_backend.cache import CacheSize, DSV4Cache, LayerCache
 from dsv4_backend.compressor import compress, store_entries, store_window
 from dsv4_backend.config import DSV4Config
 from dsv4_backend.geometry import CacheGeometry
+from dsv4_backend.indexer import IndexQuery, index_query, index_scores, select_entries, select_topk
+from dsv4_backend.layer import DSV4Attention
 from dsv4_backend.layouts import EntryLayout, EntryPool
 from dsv4_backend.metadata import AttnMetadata
 from dsv4_backend.metadata_builder import MetadataBuilder
@@ -21,6 +24,7 @@ __all__ = [
     "CacheGeometry",
     "CacheSize",
     "CompressPlan",
+    "DSV4Attention",
     "DSV4Cache",
     "DSV4Config",
     "DecodePlan",
@@ -28,6 +32,7 @@ __all__ = [
     "EntryLayout",
     "EntryPool",
     "ForwardMode",
+    "IndexQuery",
     "LayerCache",
     "MetadataBuilder",
     "PagePool",
@@ -35,9 +40,14 @@ __all__ = [
     "RawBatch",
     "RequestTables",
     "compress",
+    "index_query",
+    "index_scores",
     "plan_decode",
     "plan_prefill",
     "rope_table",
+    "select_entries",
+    "select_topk",
+    "sparse_attention",
     "store_entries",
     "store_window",
 ]

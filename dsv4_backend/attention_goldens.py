@@ -13,6 +13,7 @@ import torch
 
 from dsv4_backend.config import DSV4Config
 from dsv4_backend.goldens import check_folder, load_arrays
+from dsv4_backend.layer_weights import layer_weights
 
 _CONFIG = {
     "hidden_size": "hidden",
@@ -39,6 +40,10 @@ _YARN = {
 _REQUIRED = {"x", "w_wkv", "w_kv_norm", "kv_rope"}
 _COMPRESSED = {"w_comp_ape", "w_comp_wkv", "w_comp_wgate", "w_comp_norm", "comp_kv"}
 _INDEXED = {"w_idx_comp_ape", "w_idx_comp_wkv", "w_idx_comp_wgate", "w_idx_comp_norm", "idx_k"}
+_DTYPES = {"rows": np.int32, "topk_idx": np.int32, "out_f64": np.float64}
+"""Of arrays that are not float32."""
+ROW_ANSWERS = ("q_latent", "q_rope", "idx_q", "idx_w", "idx_score", "ctx_rotated", "ctx", "out_f64")
+"""Answers for the tokens that `rows` lists."""
 
 
 @dataclass(frozen=True)
@@ -60,6 +65,25 @@ class AttentionGolden:
     @property
     def num_tokens(self) -> int:
         return len(self.arrays["x"])
+
+    @cached_property
+    def missing_weights(self) -> list[str]:
+        """Weights of the layer that the file does not have: without them there is no output to check."""
+        return [name for name in layer_weights(self.config, self.ratio) if f"w_{name}" not in self.arrays]
+
+    @cached_property
+    def missing_answers(self) -> list[str]:
+        """Answers that the file does not have, of those that there could be."""
+        return [name for name in self._shapes if name not in self.arrays and not name.startswith("comp_raw")]
+
+    @cached_property
+    def _shapes(self) -> dict[str, tuple[int, ...]]:
+        """Shapes of all arrays that there can be, but for weights."""
+        return _shapes(self.ratio, self.settings, self.num_tokens, len(self.arrays.get("rows", ())))
+
+    def weights(self, device: torch.device | str) -> dict[str, torch.Tensor]:
+        """The layer's weights by their plain names."""
+        return {name.removeprefix("w_"): self.tensor(name, device) for name in self.arrays if name.startswith("w_")}
 
     @cached_property
     def config(self) -> DSV4Config:
@@ -116,14 +140,41 @@ def _check_golden(path: Path, entry: dict[str, Any], arrays: dict[str, Any]) -> 
     missing = sorted(required - arrays.keys())
     if missing:
         raise ValueError(f"{path}: expected a golden of ratio {ratio}, got none of {', '.join(missing)}")
-    tokens, dim = len(arrays["x"]), settings["head_dim"]
-    shapes = {"x": (tokens, settings["hidden"]), "kv_rope": (tokens, dim)}
-    if ratio:
-        shapes["comp_kv"] = (tokens // ratio, dim)
-    if ratio == 4:
-        shapes["idx_k"] = (tokens // 4, settings["index_dim"])
+    shapes = _shapes(ratio, settings, len(arrays["x"]), len(arrays.get("rows", ())))
     for name, shape in shapes.items():
-        if arrays[name].shape != shape or arrays[name].dtype != np.float32:
-            raise ValueError(
-                f"{path}: {name}: expected float32 {list(shape)}, got {arrays[name].dtype} {list(arrays[name].shape)}"
-            )
+        array, dtype = arrays.get(name), np.dtype(_DTYPES.get(name, np.float32))
+        if array is not None and (array.shape != shape or array.dtype != dtype):
+            raise ValueError(f"{path}: {name}: expected {dtype} {list(shape)}, got {array.dtype} {list(array.shape)}")
+    rows = arrays.get("rows")
+    if rows is not None and not (np.diff(rows, prepend=-1, append=len(arrays["x"])) > 0).all():
+        raise ValueError(f"{path}: rows: expected ascending tokens below {len(arrays['x'])}, got {rows.tolist()}")
+
+
+def _shapes(ratio: int, settings: dict[str, Any], tokens: int, rows: int) -> dict[str, tuple[int, ...]]:
+    hidden, heads, dim = settings["hidden"], settings["heads"], settings["head_dim"]
+    shapes: dict[str, tuple[int, ...]] = {
+        "x": (tokens, hidden),
+        "rows": (rows,),
+        "q_latent": (rows, settings["q_lora"]),
+        "q_rope": (rows, heads, dim),
+        "kv_rope": (tokens, dim),
+        "ctx_rotated": (rows, heads, dim),
+        "ctx": (rows, heads, dim),
+        "out": (tokens, hidden),
+        "out_f64": (rows, hidden),
+    }
+    if ratio:
+        width = dim * {4: 2, 128: 1}[ratio]
+        shapes |= {"comp_kv": (tokens // ratio, dim)}
+        shapes |= {"comp_raw_kv": (tokens, width), "comp_raw_gate": (tokens, width)}
+    if ratio == 4:
+        heads, dim = settings["index_heads"], settings["index_dim"]
+        shapes |= {
+            "idx_k": (tokens // 4, dim),
+            "idx_q": (rows, heads, dim),
+            "idx_w": (rows, heads),
+            "idx_score": (rows, tokens // 4),
+            "topk_idx": (tokens, min(settings["index_topk"], tokens // 4)),
+            "topk_margin": (tokens,),
+        }
+    return shapes

@@ -1,8 +1,10 @@
-"""Compares what we store for an attention layer with goldens, through cache, metadata, plans and kernels.
+"""Compares an attention layer with goldens, through cache, metadata, plans and kernels.
 
 Several sequences run side by side on shuffled pages: the golden's own, and two of its prefixes, which have the same
 answers as far as they go. Each is cut into chunks of its own and begins a step after the one before it. All memory is
 poisoned at first, so that reading what nobody wrote shows.
+
+A golden with all weights runs the whole layer (`attention_records`). One without runs what stores the cache.
 """
 
 from __future__ import annotations
@@ -13,22 +15,21 @@ from dataclasses import dataclass
 import torch
 
 from dsv4_backend import chunks as chunking
+from dsv4_backend.attention_compare import NORM_TOLERANCE, Finding, close, close_by_norm
 from dsv4_backend.attention_goldens import AttentionGolden
+from dsv4_backend.attention_records import Records
 from dsv4_backend.batch import ForwardMode, RawBatch
 from dsv4_backend.cache import CacheSize, DSV4Cache, LayerCache
 from dsv4_backend.geometry import CacheGeometry
 from dsv4_backend.layer_writer import CompressorWeights, LayerWriter
 from dsv4_backend.layouts import EntryPool, arrange_bias
+from dsv4_backend.metadata import AttnMetadata
 from dsv4_backend.metadata_builder import MetadataBuilder
 from dsv4_backend.page_pool import PagePool
 from dsv4_backend.reference.kv_store import hadamard, load_entries
 from dsv4_backend.rope import rope_table
 from dsv4_backend.table_mirror import TableMirror
 
-NOPE_TOLERANCE, ROPE_TOLERANCE = 1e-5, 1e-4
-"""Largest difference of float32 entries, in channels that do not rotate and in those that do."""
-NORM_TOLERANCE = {"bf16": 5e-3, "fp8": 4e-2}
-"""Largest difference of a rounded entry, relative to the norm of the golden's."""
 _PAGE_SIZE, _WINDOW_PAGE_SIZE = 128, 64
 _POISON = 0xFF  # a NaN in every format
 
@@ -49,7 +50,7 @@ class Verdict:
 def verify_attention(
     golden: AttentionGolden, impl: str, device: torch.device, *, chunks: str, kv: str, geom: CacheGeometry | None = None
 ) -> Verdict:
-    """Checks kv_rope, comp_kv and idx_k of a golden.
+    """Checks every answer that a golden has.
 
     Args:
         golden: the layer.
@@ -71,19 +72,21 @@ def verify_attention(
     bad = [found for found in errors if not found.ok]
     if bad:
         return Verdict(False, bad[0].text)
-    worst: dict[str, _Error] = {}
+    worst: dict[str, Finding] = {}
     for found in errors:
         if found.name not in worst or found.size > worst[found.name].size:
             worst[found.name] = found
-    return Verdict(True, ", ".join(found.text for found in worst.values()))
+    return Verdict(True, ", ".join(found.text for found in worst.values()) + _unchecked(golden))
 
 
-@dataclass(frozen=True)
-class _Error:
-    name: str
-    ok: bool
-    size: float
-    text: str
+def _unchecked(golden: AttentionGolden) -> str:
+    """What a golden does not let us check."""
+    found = ""
+    if golden.missing_weights:
+        found += f"; without the layer's {', '.join(golden.missing_weights)} nothing but what is stored"
+    elif golden.missing_answers:
+        found += f"; without {', '.join(golden.missing_answers)}"
+    return found
 
 
 @dataclass(eq=False)
@@ -127,10 +130,12 @@ class _Run:
             ratios=(self.ratio,) if self.ratio else (),
             impl=impl,
         )
-        self.writer = golden_writer(golden, self.cache, impl, device)
-        self.inputs = golden_inputs(golden, device)
+        self.records = None if golden.missing_weights else Records(golden, self.cache, kv, impl, device)
+        if self.records is None:
+            self.writer = golden_writer(golden, self.cache, impl, device)
+            self.inputs = golden_inputs(golden, device)
 
-    def run(self, chunks: str) -> list[_Error]:
+    def run(self, chunks: str) -> list[Finding]:
         lanes = [
             _Lane(self.pages.open(), total, chunking.split(chunks, total, lane), lane)
             for lane, total in enumerate(self.totals)
@@ -145,9 +150,9 @@ class _Run:
         for lane in lanes:
             errors += self._window(lane, max(0, lane.total - self.geom.window))
             errors += self._compressed(lane)
-        return errors
+        return errors + (self.records.findings(self._entry_slots()) if self.records else [])
 
-    def _step(self, batch: list[tuple[_Lane, int]]) -> list[_Error]:
+    def _step(self, batch: list[tuple[_Lane, int]]) -> list[Finding]:
         for lane, size in batch:
             if not self.pages.grow(lane.row, lane.length + size):
                 raise RuntimeError("the pool was made too small for the sequences")
@@ -164,10 +169,10 @@ class _Run:
             extend_lens=None if decode else torch.tensor([size for _, size in batch], device=device),
         )
         meta = self.builder.build(raw)
-        kv, score, index = self.inputs
-        self.writer.write(
-            meta, kv[rows], None if score is None else score[rows], None if index is None else index[rows]
-        )
+        if self.records is None:
+            self._write(meta, rows)
+        else:
+            self.records.step(meta, rows, meta.req_pool_indices_per_row.clone(), self._entry_slots())
         errors = []
         for lane, size in batch:
             begin, lane.length = lane.length, lane.length + size
@@ -175,55 +180,50 @@ class _Run:
             self.pages.trim_window(lane.row, lane.length - self.geom.window)
         return errors
 
-    def _window(self, lane: _Lane, begin: int) -> list[_Error]:
+    def _write(self, meta: AttnMetadata, rows: torch.Tensor) -> None:
+        """Stores a step without the layer, of projections in float64."""
+        kv, score, index = self.inputs
+        self.writer.write(
+            meta, kv[rows], None if score is None else score[rows], None if index is None else index[rows]
+        )
+
+    def _entry_slots(self) -> torch.Tensor:
+        """int64 [requests, entries]: slots of compressed entries; 0 where there is none yet."""
+        table = self.mirror.tables.req_to_token
+        if not self.ratio:
+            return table[:, :0].long()
+        ends = torch.arange(1, self.golden.num_tokens // self.ratio + 1, device=self.device) * self.ratio - 1
+        return table[:, ends].long() // self.ratio
+
+    def _window(self, lane: _Lane, begin: int) -> list[Finding]:
         """Window entries from position `begin` on."""
         tables = self.mirror.tables
         slots = tables.full_to_swa[tables.req_to_token[lane.row, begin : lane.length].long()]
         return self._compare("kv_rope", self.cache.window, slots, begin)
 
-    def _compressed(self, lane: _Lane) -> list[_Error]:
+    def _compressed(self, lane: _Lane) -> list[Finding]:
         if not self.ratio:
             return []
-        ends = torch.arange(1, lane.length // self.ratio + 1, device=self.device) * self.ratio - 1
-        slots = self.mirror.tables.req_to_token[lane.row, ends].long() // self.ratio
+        slots = self._entry_slots()[lane.row, : lane.length // self.ratio]
         assert self.cache.compressed is not None
         errors = self._compare("comp_kv", self.cache.compressed, slots, 0)
         if self.cache.index_keys is not None:
             errors += self._compare("idx_k", self.cache.index_keys, slots, 0)
         return errors
 
-    def _compare(self, name: str, pool: EntryPool, slots: torch.Tensor, begin: int) -> list[_Error]:
+    def _compare(self, name: str, pool: EntryPool, slots: torch.Tensor, begin: int) -> list[Finding]:
         """Entries of `slots` with rows `begin` and up of the golden's array `name`."""
         if not len(slots):
             return []
         ours = load_entries(pool, slots)
         if pool.layout.hadamard:
             ours = hadamard(ours)
+        rows = torch.arange(begin, begin + len(slots), device=self.device)
         theirs = self.golden.tensor(name, self.device)[begin : begin + len(slots)]
-        return [compare(name, ours, theirs, self.golden.config.rope_dim, self.kv, begin)]
-
-
-def compare(name: str, ours: torch.Tensor, theirs: torch.Tensor, rope_dim: int, kv: str, begin: int) -> _Error:
-    """Whether entries, float32 [n, head_dim], are the golden's as closely as their format allows."""
-    difference = (ours - theirs).abs()
-    if kv == "fp32":
-        split = ours.shape[1] - rope_dim
-        limit = torch.full_like(difference[0], NOPE_TOLERANCE)
-        limit[split:] = ROPE_TOLERANCE
-        bad = ~(difference <= limit)
-        size = float(difference.max())
-        rest, turning = difference[:, :split].amax(), difference[:, split:].amax()
-        text = f"{name} {float(rest):.1e} and {float(turning):.1e} where it turns"
-    else:
-        relative = difference.norm(dim=1) / theirs.norm(dim=1)
-        bad = (~(relative <= NORM_TOLERANCE[kv]))[:, None]
-        size = float(relative.max())
-        text = f"{name} {size:.1e} of its norm"
-    if not bad.any():
-        return _Error(name, True, size, text)
-    row, channel = bad.nonzero()[0].tolist()
-    text = f"{name}[{begin + row}, {channel}]: expected {float(theirs[row, channel])}, got {float(ours[row, channel])}"
-    return _Error(name, False, size, text)
+        if self.kv == "fp32":
+            return [close(name, ours, theirs, rows, rope_dim=self.golden.config.rope_dim)]
+        limit = NORM_TOLERANCE[self.kv]
+        return [close_by_norm(name, ours, theirs, rows, limit, row_tolerance=limit)]
 
 
 def poison(cache: LayerCache) -> None:

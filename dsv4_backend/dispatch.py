@@ -78,3 +78,25 @@ def kv_store(impl: str, device: torch.device) -> ModuleType:
     from dsv4_backend.reference import kv_store as reference
 
     return reference
+
+
+def indexer(impl: str, device: torch.device) -> ModuleType:
+    """The module whose `index_query`, `index_scores` and `select_topk` run `impl` on `device`."""
+    if resolve_impl(impl, device) == "triton":
+        from dsv4_triton_kernels import indexer as kernels
+
+        return kernels
+    from dsv4_backend.reference import indexer as reference
+
+    return reference
+
+
+def attention(impl: str, device: torch.device) -> ModuleType:
+    """The module whose `sparse_attention` runs `impl` on `device`."""
+    if resolve_impl(impl, device) == "triton":
+        from dsv4_triton_kernels import attention as kernels
+
+        return kernels
+    from dsv4_backend.reference import attention as reference
+
+    return reference

@@ -65,7 +65,7 @@ def attention(
     ] = "7,1,2,rest",
     kv: Annotated[str, typer.Option(help=f"Format of the cache: {', '.join(FORMATS)}.")] = "fp32",
 ) -> None:
-    """Check what a layer stores in the cache. Exit code 1: a difference. 2: nothing to check, or an unreadable file."""
+    """Check attention layers. Exit code 1: a difference. 2: nothing to check, or an unreadable file."""
     with clean_errors():
         where = pick_device(device)
         chosen = resolve_impl(impl, where)
