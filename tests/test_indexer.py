@@ -101,7 +101,8 @@ def test_query_bytes_are_those_of_the_reference(impl: str, device: str, kv: str)
     bits = torch.uint8 if kv == "fp8" else torch.int16 if kv == "bf16" else torch.int32
     same = found.values.cpu().view(bits) == expected.values.view(bits)
     assert (same | expected.values.float().isnan() | ((expected.values == 0) & (found.values.cpu() == 0))).all()
-    assert torch.equal(found.weights.cpu().nan_to_num(7.0), expected.weights.nan_to_num(7.0))
+    # Products of three floats, which a GPU may take in another order.
+    assert torch.allclose(found.weights.cpu(), expected.weights, rtol=1e-6, atol=0, equal_nan=True)
 
 
 @each_backend

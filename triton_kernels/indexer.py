@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 
 from dsv4_triton_kernels.common import INTERPRET, Launcher, pdl_options
-from dsv4_triton_kernels.kv_store import INTERPRET_ROWS, _bfloat16_bits, _e4m3_bits, _hadamard, _rotate
+from dsv4_triton_kernels.kv_store import INTERPRET_ROWS, _angle, _bfloat16_bits, _e4m3_bits, _hadamard, _rotate
 from dsv4_triton_kernels.topk import _entry_pages, _row_of_table, select_topk
 
 __all__ = ["index_query", "index_scores", "select_topk"]
@@ -51,7 +51,8 @@ def _store_query_kernel(
     value = tl.load(q_ptr + (row * q_stride * 8 + head * D)[:, None] + channel, mask=live[:, None], other=0.0)
     position = tl.load(position_ptr + row * position_stride, mask=live, other=0).to(tl.int64)
     weight = tl.load(head_weight_ptr + row * weight_stride + head, mask=live, other=0.0).to(tl.float32) * FACTOR
-    value = _rotate(value.to(tl.float32), position, live, rope_ptr, num_positions, ROWS, D, ROPE)
+    angle = _angle(position, live, rope_ptr, num_positions, D, ROPE)
+    value = _rotate(value.to(tl.float32), angle, ROWS, D, ROPE)
     place = (vector * D)[:, None] + channel
     if FORMAT == "fp32":
         tl.store(value_ptr + place, value, mask=live[:, None])

@@ -91,6 +91,19 @@ def compressor(
     _beside_peer("compressor", "fill the cache", impl, device, peer, _Files(csv, json, plot))
 
 
+@app.command()
+def kernels(
+    impl: ImplOption = "auto",
+    device: DeviceOption = "auto",
+    peer: PeerOption = None,
+    csv: CsvOption = None,
+    json: JsonOption = None,
+    plot: PlotOption = None,
+) -> None:
+    """Time attention, indexer and compressor, one line a case, beside FlashMLA, FlashInfer and SGLang where given."""
+    _beside_peer("kernels", "kernels of a layer", impl, device, peer, _Files(csv, json, plot))
+
+
 @app.command("graph-replay")
 def graph_replay(
     device: DeviceOption = "auto",
