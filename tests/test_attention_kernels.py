@@ -139,6 +139,19 @@ def test_block_sizes(major: int) -> None:
                 assert width * (sizes["BLOCK_H"] + sizes["STAGES"] * sizes["BLOCK_N"]) <= room
 
 
+@pytest.mark.skipif(INTERPRET, reason="interpreted kernels have no signature")
+def test_constants_are_in_the_order_of_the_signature() -> None:
+    """From the second launch on they are passed by position."""
+    attend = pytest.importorskip("dsv4_triton_kernels.attention_attend")
+    kernels = pytest.importorskip("dsv4_triton_kernels.attention")
+    layout = EntryLayout("fp8", 512, 64, 64)
+    for kv in FORMATS:
+        for dim, heads in ((64, 3), (512, 3), (512, 64)):
+            sizes = kernels.block_sizes(kv, dim, heads, 9)
+            names = [name for name in (*attend.entry_constants(layout, None), *sizes, "PDL") if name != "num_warps"]
+            assert attend._attend_entries_kernel.arg_names[-len(names) :] == names
+
+
 def model_case(kv: str, device: str, rows: int, heads: int = 64) -> Case:
     lists = [Lists([[1 + (7 * i + row) % 79 for i in range(n)] for row in range(rows)], [n] * rows) for n in (128, 512)]
     return add_sink_and_rope(

@@ -170,7 +170,7 @@ def _store_results(
     dtype: tl.constexpr = out_ptr.dtype.element_ty
     value = _rounded(value, dtype)
     if rope_ptr is not None:
-        position = tl.load(position_ptr + row).to(tl.int64)
+        position = tl.load(position_ptr + row).to(tl.int64) + tl.zeros([D], tl.int64)
         known = (channel >= D - ROPE) & (position >= 0) & (position < num_positions)
         angle = tl.load(rope_ptr + position * ROPE + (channel - (D - ROPE)), mask=known, other=0.0)
         # (cos, sin) lie as the pairs do, so both split alike.
