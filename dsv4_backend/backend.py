@@ -11,7 +11,7 @@ from dsv4_backend.geometry import CacheGeometry
 from dsv4_backend.layer import DSV4Attention
 from dsv4_backend.metadata import AttnMetadata
 from dsv4_backend.metadata_builder import MetadataBuilder
-from dsv4_backend.step_inputs import BOUND_MODES, StepInputs, make_inputs
+from dsv4_backend.step_inputs import BOUND_MODES, StepInputs
 from dsv4_backend.tables import RequestTables
 from dsv4_backend.validation import expect_type
 
@@ -116,16 +116,16 @@ class DSV4AttnBackend:
                 raise ValueError(f"{name}: expected an int of at least 1, got {value!r}")
         if mode is ForwardMode.DECODE and width != 1:
             raise ValueError(f"width: expected 1 in mode DECODE, got {width}")
-        batch, ids = make_inputs(mode, batch_size, width, self.device)
-        return StepInputs(batch, ids, width, self.builder.build(batch, batch.num_rows))
+        rows = batch_size * width
+        return StepInputs(mode, batch_size, width, self.device, lambda batch: self.builder.build(batch, rows))
 
     def load(self, inputs: StepInputs, batch: RawBatch, ids: torch.Tensor) -> None:
         """Copies a batch into bound inputs, and makes padding of what is behind it; on the host's side of a replay.
 
         Before: as for `prepare`; the graph's last replay, if there was one, is in the same stream.
         After: a replay of what recorded `inputs` works on this batch. Batch and ids are as they were, and may change
-        once the stream has come past this call. Nothing has waited or been allocated on the device (but for the first
-        batch of its size, which takes some words of padding); one launch, if all tensors are contiguous int64.
+        once the stream has come past this call. Nothing has waited or been allocated on the device; one launch, if all
+        tensors are contiguous int64, else one more for each other dtype or stride.
 
         Args:
             inputs: what `bind` gave.
