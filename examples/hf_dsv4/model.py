@@ -28,14 +28,20 @@ class FlatModel:
         blocks: its decoder layers, with `AttentionSlot` for attention.
         layers: attention of each of the blocks.
         cfg: the model, as far as attention goes; with as many layers.
+        impl: implementation of attention.
 
     `from_hf` makes one.
     """
 
     def __init__(
-        self, hf: DeepseekV4ForCausalLM, blocks: Iterable[nn.Module], layers: Iterable[DSV4Attention], cfg: DSV4Config
+        self,
+        hf: DeepseekV4ForCausalLM,
+        blocks: Iterable[nn.Module],
+        layers: Iterable[DSV4Attention],
+        cfg: DSV4Config,
+        impl: str,
     ) -> None:
-        self.hf, self.blocks, self.layers, self.cfg = hf, tuple(blocks), tuple(layers), cfg
+        self.hf, self.blocks, self.layers, self.cfg, self.impl = hf, tuple(blocks), tuple(layers), cfg, impl
 
     @classmethod
     def from_hf(cls, hf: DeepseekV4ForCausalLM, *, impl: str = "auto") -> FlatModel:
@@ -54,7 +60,7 @@ class FlatModel:
             weights = block.self_attn.state_dict()
             layers.append(DSV4Attention.from_weights(weights, cfg, ratio, impl=impl, device=hf.device, dtype=hf.dtype))
             blocks.append(_with_attention(block, AttentionSlot(index)))
-        return cls(hf, blocks, layers, cfg)
+        return cls(hf, blocks, layers, cfg, impl)
 
     @property
     def device(self) -> torch.device:
@@ -69,7 +75,7 @@ class FlatModel:
         if not 1 <= count <= len(self.blocks):
             raise ValueError(f"count: expected 1 to {len(self.blocks)} layers, got {count!r}")
         cfg = replace(self.cfg, compress_ratios=self.cfg.compress_ratios[:count])
-        return FlatModel(self.hf, self.blocks[:count], self.layers[:count], cfg)
+        return FlatModel(self.hf, self.blocks[:count], self.layers[:count], cfg, self.impl)
 
     @torch.no_grad()
     def hidden(self, ids: torch.Tensor, attend: Attend) -> torch.Tensor:
