@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import torch
-from dsv4_examples.hf_dsv4.model import FlatModel
 
 from dsv4_backend import AttnMetadata, DSV4AttnBackend
+from dsv4_examples.hf_dsv4.model import FlatModel
 
 
 class FirstLayersDraft:
