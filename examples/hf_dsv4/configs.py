@@ -47,16 +47,16 @@ class ExampleConfig:
 
     def hf_config(self) -> DeepseekV4Config:
         original = self.sizes["max_position_embeddings"] // 16
-        # batched_mm reads the routing on the device alone; the other ways of running experts wait for it.
-        return DeepseekV4Config(
-            **self.sizes,
-            num_key_value_heads=1,
-            rope_parameters={**YARN, "original_max_position_embeddings": original},
-            bos_token_id=None,
-            eos_token_id=None,
-            attn_implementation="eager",
-            experts_implementation="batched_mm",
-        )
+        options: dict[str, Any] = {
+            "num_key_value_heads": 1,
+            "rope_parameters": {**YARN, "original_max_position_embeddings": original},
+            "bos_token_id": None,
+            "eos_token_id": None,
+            "attn_implementation": "eager",
+            # Routing stays on the device; the other ways of running experts wait for it.
+            "experts_implementation": "batched_mm",
+        }
+        return DeepseekV4Config(**self.sizes, **options)
 
     def build(self, seed: int = 0, device: torch.device | str = "cpu") -> DeepseekV4ForCausalLM:
         """The model in float32, with random weights, the same for a seed wherever it is built.

@@ -4,39 +4,29 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import torch
 
-from dsv4_backend import CacheGeometry, CacheSize, DSV4AttnBackend, DSV4Cache, ForwardMode, RawBatch
+from dsv4_backend import AttnMetadata, CacheGeometry, CacheSize, DSV4AttnBackend, DSV4Cache, ForwardMode, RawBatch
 from dsv4_backend.page_pool import PagePool
 from dsv4_backend.table_mirror import TableMirror
 from dsv4_examples.hf_dsv4.model import FlatModel
 from dsv4_examples.hf_dsv4.scheduler import Request, Scheduler, Step
+from dsv4_graph_runner import BucketPolicy, StepGraphRunner
 
 
 class Speculation(Protocol):
-    """What the engine asks of drafts. It shares the engine's cache geometry, tables and slots."""
+    """What the engine asks of drafts."""
 
     def propose(self, step: Step) -> torch.Tensor:
         """int64 [B, num_drafts], on the engine's device: the tokens that will follow each request's last one.
 
-        The step is a TARGET_VERIFY that has not run yet. Each request has slots for its last token and for all drafts,
-        also where it verifies fewer of them.
-        """
-        ...
-
-    def observe(self, step: Step, hidden: torch.Tensor, tokens: Sequence[Sequence[int]]) -> None:
-        """A step of any mode has run, and is about to be committed.
-
-        Args:
-            step: the step.
-            hidden: [T, hidden_size]: what the head reads, of each row; valid until the next step.
-            tokens: for each request the tokens that it goes on with; none where its prompt goes on.
+        The step is a TARGET_VERIFY that has not run yet; the request tables on the device have its slots.
         """
         ...
 
@@ -53,7 +43,7 @@ class Statistics:
         accepted: how often a verify step gave a request 1, 2, .. tokens.
     """
 
-    seconds: Counter[str] = field(default_factory=Counter)
+    seconds: dict[str, float] = field(default_factory=dict)
     steps: Counter[str] = field(default_factory=Counter)
     rows: int = 0
     tokens: int = 0
@@ -69,7 +59,7 @@ class Statistics:
     def timed(self, part: str) -> Iterator[None]:
         start = time.perf_counter()
         yield
-        self.seconds[part] += time.perf_counter() - start
+        self.seconds[part] = self.seconds.get(part, 0.0) + time.perf_counter() - start
 
 
 class Engine:
@@ -83,6 +73,9 @@ class Engine:
         chunk_size: prompt rows of a step.
         kv: format of the cache: "fp32", "bf16" or "fp8".
         num_drafts: drafts of a request in a verify step; 0: none, and no speculation is asked.
+        ragged: a request verifies no more drafts than it has tokens left to generate; a step with such a request runs
+            without a graph. Else all requests verify all drafts.
+        executor: of the steps after the prompts: "cuda_graph", "eager", or "auto": graphs on a GPU.
         size: room of the cache; None: as much as `max_requests` of the longest requests need.
 
     Attributes:
@@ -103,6 +96,8 @@ class Engine:
         chunk_size: int,
         kv: str = "fp32",
         num_drafts: int = 0,
+        ragged: bool = False,
+        executor: str = "auto",
         size: CacheSize | None = None,
     ) -> None:
         for name, value, low in (
@@ -131,7 +126,9 @@ class Engine:
             max_len=longest,
         )
         self._mirror = TableMirror(pool, self.device)
-        self.scheduler = Scheduler(pool, window=geom.window, chunk_size=chunk_size, num_drafts=num_drafts)
+        self.scheduler = Scheduler(
+            pool, window=geom.window, chunk_size=chunk_size, num_drafts=num_drafts, uniform=not ragged
+        )
         cache = DSV4Cache(model.cfg, geom, size, format=kv, device=self.device)
         self.backend = DSV4AttnBackend(
             model.cfg,
@@ -141,8 +138,34 @@ class Engine:
             impl=model.impl,
             max_rows=chunk_size + max_requests * (1 + num_drafts),
         )
+        self._runner = StepGraphRunner(
+            lambda ids, meta: (self._next_tokens(ids, meta),),
+            self.backend,
+            mode=ForwardMode.TARGET_VERIFY if num_drafts else ForwardMode.DECODE,
+            width=1 + num_drafts,
+            buckets=BucketPolicy(max_requests),
+            device=self.device,
+            executor=executor,
+        )
         self.speculation: Speculation | None = None
         self.statistics = Statistics()
+
+    @property
+    def executor(self) -> str:
+        """ "cuda_graph" or "eager"."""
+        return self._runner.executor
+
+    def capture(self, progress: Callable[[int, int, str], None] | None = None) -> None:
+        """Records the steps after the prompts, for each bucket of batch sizes. Without it they run without graphs.
+
+        Args:
+            progress: called with (done, total, what).
+
+        Raises:
+            GuardError: a graph cannot have what the model does, such as experts that wait for the device. Transformers'
+                "batched_mm" is a way of running them that does not.
+        """
+        self._runner.capture(progress)
 
     def add(self, prompt: Sequence[int], max_new_tokens: int) -> Request:
         """Queues a request. Requests may come at any time, between steps.
@@ -162,23 +185,24 @@ class Engine:
             step = self.scheduler.next_step()
         if step is None:
             return None
+        with timed("upload"):
+            self._mirror.refresh()
         drafts = None
         if step.mode is ForwardMode.TARGET_VERIFY:
             if self.speculation is None:
                 raise RuntimeError("speculation: expected one to be set, since num_drafts is not 0")
             with timed("draft"):
                 drafts = self.speculation.propose(step)
-        with timed("prepare"):
-            self._mirror.refresh()
+        with timed("upload"):
             batch, ids, chosen = self._upload(step, drafts)
         with timed("model"):
-            hidden, next_tokens = self._forward(batch, ids, chosen)
-        with timed("read"):
+            if chosen is None:
+                (next_tokens,) = self._runner.replay(batch, ids).tensors
+            else:
+                next_tokens = self._next_tokens(ids, self.backend.prepare(batch), chosen)
+        with timed("read"):  # the only place where the host waits
             read = next_tokens.tolist() if drafts is None else torch.cat((next_tokens, ids)).tolist()
         tokens = _accept(step, read)
-        if self.speculation is not None:
-            with timed("draft"):
-                self.speculation.observe(step, hidden, tokens)
         with timed("commit"):
             self._count(step, tokens)
             return self.scheduler.commit(step, tokens)
@@ -188,14 +212,11 @@ class Engine:
         while self.step() is not None:
             pass
 
-    def _forward(
-        self, batch: RawBatch, ids: torch.Tensor, chosen: torch.Tensor | None
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Hidden states of all rows, and the next tokens of those in `chosen` (None: of all)."""
-        backend, layers = self.backend, self.model.layers
-        meta = backend.prepare(batch)
-        hidden = self.model.hidden(ids, lambda index, x: backend.attend(index, layers[index], x, meta))
-        return hidden, self.model.logits(hidden if chosen is None else hidden[chosen]).argmax(dim=1)
+    def _next_tokens(self, ids: torch.Tensor, meta: AttnMetadata, chosen: torch.Tensor | None = None) -> torch.Tensor:
+        """The greedy tokens behind the rows in `chosen`; None: behind all."""
+        layers, attend = self.model.layers, self.backend.attend
+        hidden = self.model.hidden(ids, lambda index, x: attend(index, layers[index], x, meta))
+        return self.model.logits(hidden if chosen is None else hidden[chosen]).argmax(dim=1)
 
     def _upload(self, step: Step, drafts: torch.Tensor | None) -> tuple[RawBatch, torch.Tensor, torch.Tensor | None]:
         """The step's batch and tokens, and the rows to read tokens of (None: all), in one copy to the device."""
@@ -205,7 +226,7 @@ class Engine:
             request.tokens[start : start + (1 if verify else count)]
             for request, start, count in zip(step.requests, step.before, step.rows, strict=True)
         ]
-        parts = {
+        parts: dict[str, np.ndarray] = {
             "req_pool_indices": np.array([request.row for request in step.requests]),
             "seq_lens": before if verify else before + rows,
             "out_cache_loc": step.slots,
@@ -220,7 +241,7 @@ class Engine:
             parts["extend_lens"] = rows
         if step.mode is ForwardMode.EXTEND:
             parts["chosen"] = step.last_rows
-        on_device = self._to_device(parts)
+        on_device: dict[str, Any] = self._to_device(parts)
         ids = on_device.pop("ids")
         if verify:
             assert drafts is not None
