@@ -38,6 +38,7 @@ class Statistics:
     Attributes:
         seconds: host time by part of a step. "read" waits for the device, so on a GPU it has the model's time, too.
         steps: by mode.
+        bucket_steps: steps that ran in a bucket of the graph runner, padded; on a GPU in a graph.
         rows: rows that were computed.
         tokens: tokens that were generated.
         accepted: how often a verify step gave a request 1, 2, .. tokens.
@@ -45,6 +46,7 @@ class Statistics:
 
     seconds: dict[str, float] = field(default_factory=dict)
     steps: Counter[str] = field(default_factory=Counter)
+    bucket_steps: int = 0
     rows: int = 0
     tokens: int = 0
     accepted: Counter[int] = field(default_factory=Counter)
@@ -197,7 +199,9 @@ class Engine:
             batch, ids, chosen = self._upload(step, drafts)
         with timed("model"):
             if chosen is None:
-                (next_tokens,) = self._runner.replay(batch, ids).tensors
+                out = self._runner.replay(batch, ids)
+                (next_tokens,) = out.tensors
+                self.statistics.bucket_steps += out.fallback_reason is None
             else:
                 next_tokens = self._next_tokens(ids, self.backend.prepare(batch), chosen)
         with timed("read"):  # the only place where the host waits
