@@ -82,7 +82,8 @@ class DSV4AttnBackend:
         Before: each row's slot belongs to the request at the row's position, in `tables` and in `full_to_swa`, and
         nothing else is written there; tokens that the lengths count as earlier ones are in the cache.
         After: the metadata is fit for `attend` on every layer, until the next `prepare` of the same mode. Nothing has
-        been written but the builder's buffers. Nothing has waited for the device.
+        been written but the builder's buffers. Nothing has waited for the device, unless this is the first step of its
+        mode and size (rounded up to a power of two), for which buffers are made.
 
         Args:
             batch: any mode but DRAFT_DECODE, on the tables' device.

@@ -165,6 +165,11 @@ class World:
             lane.length += size
             self.pool.trim_window(lane.row, lane.length - self.geom.window)
 
+    def skip(self, sizes: dict[Lane, int]) -> None:
+        """As `extend`, without computing anything: for what looks at metadata alone."""
+        self.batch(ForwardMode.EXTEND, sizes)
+        self.commit(sizes)
+
     def extend(self, sizes: dict[Lane, int]) -> torch.Tensor:
         """A prompt step: hidden states of its rows."""
         out = self.eager(*self.batch(ForwardMode.EXTEND, sizes))

@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import dataclasses
+import subprocess
+import sys
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
 
 from backend_harness import Lane, World, close, each_executor, same_bits
-from dsv4_backend import CacheGeometry, DSV4AttnBackend, ForwardMode, RawBatch, RequestTables, StepInputs
+from dsv4_backend import CacheGeometry, DSV4AttnBackend, ForwardMode, RawBatch, RequestTables
 from dsv4_backend.layer import DSV4Attention
 from dsv4_graph_runner import StepProvider, addresses
+from layout import ROOT
+from test_readme import blocks
 
 DECODE, EXTEND, VERIFY = ForwardMode.DECODE, ForwardMode.EXTEND, ForwardMode.TARGET_VERIFY
 
@@ -220,56 +225,6 @@ def test_bad_values_on_a_gpu_are_flagged_and_spoil_their_own_lane_only() -> None
     world.backend.check()
 
 
-# What is bound: inputs of a bucket.
-
-
-def state(inputs: StepInputs) -> list[list[int]]:
-    batch = inputs.batch
-    return [each.tolist() for each in (batch.req_pool_indices, batch.seq_lens, batch.out_cache_loc, inputs.ids)]
-
-
-@each_executor
-@pytest.mark.parametrize(("mode", "width"), [(DECODE, 1), (VERIFY, 2), (ForwardMode.DRAFT_EXTEND, 3)])
-def test_loading_resets_what_is_behind_a_batch(
-    impl: str, device: str, executor: str, mode: ForwardMode, width: int
-) -> None:
-    world = World(impl, device)
-    inputs = world.backend.bind(mode, 4, width)
-    clean = state(inputs)
-    assert clean == [[0] * 4, [1] * 4, [0] * (4 * width), [0] * (4 * width)]
-    lanes = [world.open() for _ in range(3)]
-    world.extend(dict.fromkeys(lanes, 9))
-    full, ids = world.batch(mode, dict.fromkeys(lanes, width))
-    for size in (3, 1, 2, 0):
-        for each in (inputs.batch.req_pool_indices, inputs.batch.seq_lens, inputs.batch.out_cache_loc, inputs.ids):
-            each.fill_(-77)
-        rows = size * width
-        parts = full.req_pool_indices[:size], full.seq_lens[:size], full.out_cache_loc[:rows]
-        batch = dataclasses.replace(
-            full, req_pool_indices=parts[0], seq_lens=parts[1], out_cache_loc=parts[2], extend_lens=None
-        )
-        world.backend.load(inputs, batch, ids[:rows])
-        live = [[*part.tolist()] for part in (*parts, ids[:rows])]
-        assert state(inputs) == [part + pad[len(part) :] for part, pad in zip(live, clean, strict=True)]
-        world.backend.record(inputs)
-        padded = [torch.tensor(each, dtype=torch.int32, device=device) for each in state(inputs)]
-        whole = RawBatch(mode, *padded[:3], num_draft_tokens=full.num_draft_tokens)
-        assert inputs.meta.difference(world.new_backend(impl).prepare(whole)) is None
-        unpadded = world.new_backend(impl).prepare(batch)
-        for name in ("positions", "swa_page_indices", "c4_lengths", "c128_out_loc"):
-            assert torch.equal(getattr(inputs.meta, name)[:rows], getattr(unpadded, name))
-        narrow = dataclasses.replace(
-            batch,
-            req_pool_indices=parts[0].int(),
-            seq_lens=torch.stack((parts[1], parts[1]), dim=1)[:, 0],
-            out_cache_loc=parts[2].int(),
-        )
-        before = state(inputs)
-        inputs.ids.fill_(-77)
-        world.backend.load(inputs, narrow, ids[:rows].int())
-        assert state(inputs) == before
-
-
 def test_a_backend_is_what_step_runners_ask_for() -> None:
     world = World("torch", "cpu")
     assert isinstance(world.backend, StepProvider)
@@ -313,44 +268,11 @@ def test_refusals_at_construction() -> None:
         world.new_backend("cuda")
 
 
-def test_refusals_of_binding() -> None:
-    backend = World("torch", "cpu").backend
-    for arguments, message in (
-        ((EXTEND, 2), "mode: expected one of DECODE, TARGET_VERIFY, DRAFT_EXTEND, got EXTEND"),
-        (("DECODED", 2), "mode: expected one of .* got DECODED"),
-        ((DECODE, 0), "batch_size: expected an int of at least 1, got 0"),
-        ((VERIFY, 1, True), "width: expected an int of at least 1, got True"),
-        ((DECODE, 1, 2), "width: expected 1 in mode DECODE, got 2"),
-        ((VERIFY, 1, 11), "num_draft_tokens: expected at most 10, got 11"),
-        ((DECODE, 1 << 20), "padded_rows: expected at most max_rows"),
-    ):
-        with pytest.raises(ValueError, match=message):
-            backend.bind(*arguments)  # type: ignore[arg-type]
-
-
-def test_refusals_before_anything_is_written() -> None:
+def test_a_wrong_layer_is_refused_before_anything_is_written() -> None:
     world = World("torch", "cpu")
-    inputs = world.backend.bind(VERIFY, 2, 2)
-    lanes = [world.open() for _ in range(3)]
-    world.extend(dict.fromkeys(lanes, 9))
-    good, ids = world.batch(VERIFY, dict.fromkeys(lanes[:2], 2))
-    world.backend.load(inputs, good, ids)
-    before, cache = state(inputs), world.snapshot()
-    many, many_ids = world.batch(VERIFY, dict.fromkeys(lanes, 2))
-    wide, wide_ids = world.batch(VERIFY, dict.fromkeys(lanes[:2], 3))
-    ragged, ragged_ids = world.batch(VERIFY, {lanes[0]: 3, lanes[1]: 1})
-    for arguments, message in (
-        ((many, many_ids), "batch: expected at most 2 requests, got 3"),
-        ((wide, wide_ids), r"out_cache_loc: expected 4 slots \(2 requests x 2\), got 6"),
-        ((ragged, ragged_ids), "extend_lens: expected none, since each request has 2 rows"),
-        ((world.batch(DECODE, {lanes[0]: 1})[0], ids[:1]), "batch: expected mode TARGET_VERIFY, got DECODE"),
-        ((good, ids[:3]), "ids: expected 4 elements, got 3"),
-        ((good, ids.float()), "ids: expected dtype int32 or int64, got float32"),
-    ):
-        with pytest.raises(ValueError, match=message):
-            world.backend.load(inputs, *arguments)
-    assert state(inputs) == before
-    meta, x = inputs.meta, torch.zeros(4, world.cfg.hidden_size)
+    lane = world.open()
+    meta, cache = world.backend.prepare(world.batch(EXTEND, {lane: 4})[0]), world.snapshot()
+    x = torch.zeros(4, world.cfg.hidden_size)
     for index in (-1, 3, True, "0"):
         with pytest.raises(ValueError, match="layer_index: expected 0 to 2, got"):
             world.backend.attend(index, world.layers[0], x, meta)  # type: ignore[arg-type]
@@ -395,3 +317,10 @@ def test_the_name_and_order_that_are_fixed() -> None:
     meta = backend.prepare(world.batch(EXTEND, {lane: 5})[0])
     x = torch.ones(5, world.cfg.hidden_size)
     assert torch.equal(backend.attend(1, world.layers[1], x, meta), world.layers[1](x, meta, world.cache.layers[1]))
+
+
+@pytest.mark.parametrize("source", blocks(ROOT / "docs" / "backend.md", "python"), ids=["example"])
+def test_the_page_about_it_runs(source: str, tmp_path: Path) -> None:
+    done = subprocess.run([sys.executable, "-c", source], cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("decoded up to [")
