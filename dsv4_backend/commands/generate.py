@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Annotated
 
@@ -157,7 +157,7 @@ def _same_tokens(console: Console, hf: DeepseekV4ForCausalLM, engine: Engine, se
     """Prints where tokens differ from Hugging Face's, and returns whether none do but by rounding."""
     from dsv4_examples.hf_dsv4.reference import CLOSE, compare, generate_with_hugging_face
 
-    def again(prompt: list[int], count: int) -> list[int]:
+    def again(prompt: Sequence[int], count: int) -> Sequence[int]:
         request = engine.add(prompt, count)
         engine.run()
         return request.output
