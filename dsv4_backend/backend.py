@@ -98,8 +98,8 @@ class DSV4AttnBackend:
         """Fixed inputs, and metadata, for steps of up to `batch_size` requests with `width` rows each.
 
         Before: no graph is being captured.
-        After: the inputs hold padding, and `meta` is built from it. Neither moves as long as the backend lives, so a
-        graph may record whatever reads them.
+        After: the inputs hold padding, and `meta` is built from it. Neither moves, so a graph may record whatever reads
+        them; it needs backend and inputs to live as long as itself.
 
         Args:
             mode: DECODE, TARGET_VERIFY or DRAFT_EXTEND.
