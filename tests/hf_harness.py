@@ -39,7 +39,7 @@ each_model = pytest.mark.parametrize(
 
 
 class Case:
-    """A model on a device: on a GPU attention runs in Triton, on a CPU in torch. `case` gives it, the same each time."""
+    """A model on a device; on a GPU attention runs in Triton, on a CPU in torch. `case` makes one and keeps it."""
 
     def __init__(self, name: str, device: str) -> None:
         self.config, self.device = MODELS[name], torch.device(device)
