@@ -26,7 +26,7 @@ lint:
 	$(VENV) -m ruff check .
 	$(VENV) -m ruff format --check .
 	@mkdir -p $(TYPED)
-	@for folder in triton_kernels graph_runner bench; do ln -sfn ../../$$folder $(TYPED)/dsv4_$$folder; done
+	@for folder in triton_kernels graph_runner bench examples; do ln -sfn ../../$$folder $(TYPED)/dsv4_$$folder; done
 	$(VENV) -m mypy
 
 clean:

@@ -7,6 +7,7 @@ PACKAGE_DIR = {
     "dsv4_triton_kernels": "triton_kernels",
     "dsv4_graph_runner": "graph_runner",
     "dsv4_bench": "bench",
+    "dsv4_examples": "examples",
 }
 
 setup(

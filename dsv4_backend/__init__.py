@@ -1,10 +1,12 @@
 """A standalone DeepSeek-V4 compressed-attention backend: plans and metadata of a step, a paged cache, attention."""
 
 from dsv4_backend.attention import sparse_attention
+from dsv4_backend.backend import DSV4AttnBackend
 from dsv4_backend.batch import ForwardMode, RawBatch
 from dsv4_backend.cache import CacheSize, DSV4Cache, LayerCache
 from dsv4_backend.compressor import compress, store_entries, store_window
 from dsv4_backend.config import DSV4Config
+from dsv4_backend.draft_backend import DSV4DraftBackend
 from dsv4_backend.geometry import CacheGeometry
 from dsv4_backend.indexer import IndexQuery, index_query, index_scores, select_entries, select_topk
 from dsv4_backend.layer import DSV4Attention
@@ -15,6 +17,7 @@ from dsv4_backend.page_pool import PagePool
 from dsv4_backend.planner import plan_decode, plan_prefill
 from dsv4_backend.plans import CompressPlan, DecodePlan, DecodePlans, PrefillPlan
 from dsv4_backend.rope import rope_table
+from dsv4_backend.step_inputs import StepInputs
 from dsv4_backend.tables import RequestTables
 
 __version__ = "0.1.0"
@@ -25,8 +28,10 @@ __all__ = [
     "CacheSize",
     "CompressPlan",
     "DSV4Attention",
+    "DSV4AttnBackend",
     "DSV4Cache",
     "DSV4Config",
+    "DSV4DraftBackend",
     "DecodePlan",
     "DecodePlans",
     "EntryLayout",
@@ -39,6 +44,7 @@ __all__ = [
     "PrefillPlan",
     "RawBatch",
     "RequestTables",
+    "StepInputs",
     "compress",
     "index_query",
     "index_scores",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import typer
 
-from dsv4_backend.commands import bench, capture_test, doctor, replay, verify
+from dsv4_backend.commands import bench, capture_test, doctor, generate, replay, verify
 
 app = typer.Typer(
     name="dsv4",
@@ -15,6 +15,7 @@ app = typer.Typer(
 )
 app.command("replay")(replay.replay)
 app.command("doctor")(doctor.doctor)
+app.command("generate")(generate.generate)
 app.command("capture-test")(capture_test.capture_test)
 app.add_typer(verify.app, name="verify")
 app.add_typer(bench.app, name="bench")

@@ -7,9 +7,10 @@ from dsv4_graph_runner.fingerprint import addresses, expect_unchanged
 from dsv4_graph_runner.guard import GuardError, inspect_region, watch_capture
 from dsv4_graph_runner.poison import SlotMemory, check_lane_poison
 from dsv4_graph_runner.progress import TextBar
-from dsv4_graph_runner.protocols import DraftModel, MetadataProvider
+from dsv4_graph_runner.protocols import DraftModel, MetadataProvider, StepProvider
 from dsv4_graph_runner.report import CaptureReport, GraphKey
 from dsv4_graph_runner.runner import EagleDraftGraphRunner
+from dsv4_graph_runner.step_runner import StepGraphRunner, StepOutput
 from dsv4_graph_runner.swap import swapped
 
 __all__ = [
@@ -25,6 +26,9 @@ __all__ = [
     "GuardError",
     "MetadataProvider",
     "SlotMemory",
+    "StepGraphRunner",
+    "StepOutput",
+    "StepProvider",
     "TextBar",
     "addresses",
     "capture_graph",

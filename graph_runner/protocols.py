@@ -79,3 +79,65 @@ class MetadataProvider(Protocol):
         Compared before a replay in the guard's "replay" mode: a graph keeps the addresses it was captured with.
         """
         ...
+
+
+class StepBatch(Protocol):
+    """A batch of a whole step of a model, as an engine has it."""
+
+    @property
+    def mode(self) -> Any:
+        """What kind of step it is."""
+        ...
+
+    @property
+    def batch_size(self) -> int:
+        """Requests."""
+        ...
+
+    @property
+    def num_rows(self) -> int:
+        """Rows of all requests."""
+        ...
+
+    @property
+    def ragged(self) -> bool:
+        """Whether each request has a number of rows of its own."""
+        ...
+
+
+class StepInputs(Protocol):
+    """Fixed inputs of a bucket."""
+
+    @property
+    def ids(self) -> torch.Tensor:
+        """int64 [rows]: tokens."""
+        ...
+
+    @property
+    def meta(self) -> Any:
+        """Metadata of the step."""
+        ...
+
+
+@runtime_checkable
+class StepProvider(Protocol):
+    """Keeps the inputs of whole steps at fixed addresses, and builds their attention metadata."""
+
+    def prepare(self, batch: Any) -> Any:
+        """The metadata of a step that runs without a graph."""
+        ...
+
+    def bind(self, mode: Any, batch_size: int, width: int) -> Any:
+        """`StepInputs` for up to `batch_size` requests of `width` rows, full of padding; they never move."""
+        ...
+
+    def load(self, inputs: Any, batch: Any, ids: torch.Tensor) -> None:
+        """Copies a batch and its tokens into bound inputs and resets what is behind it. Enqueues copies only.
+
+        Raises ValueError, before anything is written, for a batch that does not fit the inputs.
+        """
+        ...
+
+    def record(self, inputs: Any) -> None:
+        """Enqueues the build of `inputs.meta` from what `inputs` holds, for a graph to record."""
+        ...

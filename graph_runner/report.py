@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Generic, NamedTuple, TypeVar
+
+Key = TypeVar("Key")
 
 
 class GraphKey(NamedTuple):
@@ -24,8 +26,8 @@ class GraphKey(NamedTuple):
 
 
 @dataclass(frozen=True)
-class CaptureReport:
-    """What a capture took.
+class CaptureReport(Generic[Key]):
+    """What a capture took; `Key` is what a runner knows its graphs by.
 
     Attributes:
         executor: "cuda_graph" or "eager".
@@ -37,4 +39,4 @@ class CaptureReport:
     executor: str
     seconds: float
     pool_bytes: int
-    buckets: Mapping[GraphKey, tuple[int, float]]
+    buckets: Mapping[Key, tuple[int, float]]

@@ -88,7 +88,7 @@ class EagleDraftGraphRunner:
         self._executor: Executor | None = None
 
     @torch.no_grad()
-    def capture(self, progress: Progress | None = None) -> CaptureReport:
+    def capture(self, progress: Progress | None = None) -> CaptureReport[GraphKey]:
         """Captures all buckets, the largest first, so that the memory pool of one serves all. Every rank must call it.
 
         Runs the draft model on padding only: request 0, slot 0, length 1. A second capture replaces the first, whose

@@ -10,4 +10,5 @@ INSTALLED_NAME = {
     "triton_kernels": "dsv4_triton_kernels",
     "graph_runner": "dsv4_graph_runner",
     "bench": "dsv4_bench",
+    "examples": "dsv4_examples",
 }

@@ -18,6 +18,7 @@ LATE = {
     "dsv4_triton_kernels": ("dispatch.py",),
     "dsv4_graph_runner": ("commands", "adapters", "draft_backend.py"),
     "dsv4_bench": ("commands",),
+    "dsv4_examples": ("commands",),
     "sglang": ("adapters",),
     "vllm": ("adapters",),
 }

@@ -17,10 +17,10 @@ from dsv4_backend.commands.common import clean_errors
 from dsv4_backend.config import DSV4Config
 from dsv4_backend.dispatch import has_triton, interpreter_on
 from dsv4_backend.geometry import RATIOS, CacheGeometry
-from dsv4_backend.installed import has_plotting, version
+from dsv4_backend.installed import has_plotting, has_transformers, version
 from dsv4_backend.metadata_buffers import BucketBuffers, MetadataShape, bucket_key
 
-PACKAGES = ("torch", "triton", "numpy", "einops", "rich", "typer", "matplotlib", "flashinfer-python")
+PACKAGES = ("torch", "triton", "numpy", "einops", "rich", "typer", "matplotlib", "transformers", "flashinfer-python")
 
 
 MEMORY_CAPACITIES = (65_536, 1_048_576)
@@ -114,7 +114,7 @@ def _cache_table(requests: tuple[int, ...]) -> Table:
 
 
 def _features() -> list[tuple[str, bool, str]]:
-    plot = has_plotting()
+    plot, hf = has_plotting(), has_transformers()
     gpu = torch.cuda.is_available()
     if not has_triton():
         triton = False, "Triton is missing (it has wheels for Linux): pip install triton"
@@ -130,6 +130,7 @@ def _features() -> list[tuple[str, bool, str]]:
         ("dsv4 replay, dsv4 verify", True, "on the CPU, and on a CUDA GPU where there is one"),
         ("draft graph runner, dsv4 capture-test", True, "CUDA graphs" if gpu else "without graphs: no GPU"),
         ("dsv4 bench", True, "GPU and host time" if gpu else "host time only: no GPU"),
+        ("dsv4 generate", hf, "on the CPU, and on a CUDA GPU" if hf else "pip install 'transformers>=5.24'"),
         ("--plot", plot, "matplotlib is here" if plot else "pip install matplotlib"),
     ]
 

@@ -1,0 +1,1 @@
+"""Examples of use: installed as `dsv4_examples`."""

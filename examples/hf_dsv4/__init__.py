@@ -1,0 +1,1 @@
+"""A Hugging Face DeepseekV4ForCausalLM served on this backend: flat batches, paged cache, graphs."""
