@@ -11,7 +11,7 @@ import torch
 
 from dsv4_backend import dispatch
 from dsv4_backend.layouts import EntryPool
-from dsv4_backend.validation import INT_DTYPES, expect_tensor, expect_type
+from dsv4_backend.validation import INT_DTYPES, expect_aligned, expect_dense, expect_tensor, expect_type
 
 QUERY_DTYPES = (torch.float32, torch.bfloat16)
 HEAD_DIMS = (16, 512)
@@ -103,11 +103,11 @@ def sparse_attention(
     elif compressed_indices is not None or compressed_lengths is not None:
         raise ValueError("compressed: expected a pool for its indices and lengths, got none")
     if sink is not None:
-        _check_dense("sink", sink, (torch.float32,), (heads,), device)
+        expect_dense("sink", sink, (torch.float32,), (heads,), device)
     scale = _check_scale(scale, layout.head_dim)
     _check_rope(positions, rope, rows, layout.rope_dim, device)
     if lse is not None:
-        _check_dense("lse", lse, (torch.float32,), (rows, heads), device)
+        expect_dense("lse", lse, (torch.float32,), (rows, heads), device)
     if out is not None:
         expect_tensor("out", out, dtypes=(q.dtype,), ndim=3, device=device)
         if out.shape != q.shape:
@@ -163,7 +163,7 @@ def _check_list(name: str, indices: object, lengths: object, rows: int, device: 
     slots = expect_tensor(name_indices, indices, dtypes=(torch.int32,), ndim=2, size=rows, device=device)
     if slots.shape[1] > 1 and slots.stride(1) != 1:
         raise ValueError(f"{name_indices}: expected unit column stride, got strides {list(slots.stride())}")
-    _check_dense(name_lengths, lengths, (torch.int32,), (rows,), device)
+    expect_dense(name_lengths, lengths, (torch.int32,), (rows,), device)
 
 
 def _check_rows(name: str, tensor: torch.Tensor) -> None:
@@ -173,23 +173,7 @@ def _check_rows(name: str, tensor: torch.Tensor) -> None:
         raise ValueError(
             f"{name}: expected unit channel stride and other strides that are multiples of 8, got {list(strides)}"
         )
-    _check_address(name, tensor)
-
-
-def _check_dense(
-    name: str, value: object, dtypes: tuple[torch.dtype, ...], shape: tuple[int, ...], device: torch.device
-) -> None:
-    tensor = expect_tensor(name, value, dtypes=dtypes, ndim=len(shape), device=device)
-    if tuple(tensor.shape) != shape or not tensor.is_contiguous():
-        raise ValueError(
-            f"{name}: expected a contiguous tensor of shape {list(shape)}, got shape {list(tensor.shape)}, strides "
-            f"{list(tensor.stride())}"
-        )
-
-
-def _check_address(name: str, tensor: torch.Tensor) -> None:
-    if tensor.data_ptr() % 16:
-        raise ValueError(f"{name}: expected an address that is a multiple of 16, got {tensor.data_ptr():#x}")
+    expect_aligned(name, tensor)
 
 
 def _check_scale(scale: object, head_dim: int) -> float:
@@ -206,11 +190,11 @@ def _check_rope(positions: object, rope: object, rows: int, rope_dim: int, devic
         raise ValueError(f"{missing}: expected positions and rope, or none of them, got one")
     if rope is None:
         return
-    _check_dense("positions", positions, INT_DTYPES, (rows,), device)
+    expect_dense("positions", positions, INT_DTYPES, (rows,), device)
     table = expect_tensor("rope", rope, dtypes=(torch.float32,), ndim=2, device=device)
     if table.shape[0] < 1 or table.shape[1] != rope_dim or not table.is_contiguous():
         raise ValueError(
             f"rope: expected a contiguous tensor of shape [at least 1, {rope_dim}], got shape {list(table.shape)}, "
             f"strides {list(table.stride())}"
         )
-    _check_address("rope", table)
+    expect_aligned("rope", table)

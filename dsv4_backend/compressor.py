@@ -12,7 +12,7 @@ from dsv4_backend import dispatch
 from dsv4_backend.geometry import RATIOS
 from dsv4_backend.layouts import STATE_DTYPE, EntryPool, bias_rows, state_width
 from dsv4_backend.plans import DecodePlans, PrefillPlan
-from dsv4_backend.validation import INT_DTYPES, expect_tensor, expect_type
+from dsv4_backend.validation import INT_DTYPES, expect_aligned, expect_dense, expect_tensor, expect_type
 
 
 def compress(
@@ -69,11 +69,11 @@ def compress(
         raise ValueError(f"ratio: expected 4 for a pool of indexer keys, got {ratio}")
     rows = _check_rows("kv_score", kv_score, (STATE_DTYPE,), state_width(ratio, layout.head_dim), device)
     _check_plans(plans, ratio, rows, device)
-    _check_dense("state", state, (STATE_DTYPE,), (None, state_width(ratio, layout.head_dim)), device)
+    expect_dense("state", state, (STATE_DTYPE,), (None, state_width(ratio, layout.head_dim)), device, aligned=True)
     if state.shape[0] % ratio:
         raise ValueError(f"state: expected a multiple of {ratio} rows, got {state.shape[0]}")
-    _check_dense("out_loc", out_loc, (torch.int64,), (rows,), device)
-    _check_dense("bias", bias, (torch.float32,), (bias_rows(ratio), layout.head_dim), device)
+    expect_dense("out_loc", out_loc, (torch.int64,), (rows,), device)
+    expect_dense("bias", bias, (torch.float32,), (bias_rows(ratio), layout.head_dim), device, aligned=True)
     _check_norm_rope(norm_weight, rope, eps, pool)
     dispatch.compressor(impl, device).compress(
         kv_score=kv_score,
@@ -155,34 +155,14 @@ def _check_rows(
             f"{name}: expected unit column stride and a row stride that is a multiple of {unit}, got "
             f"{list(rows.stride())}"
         )
-    _check_address(name, rows)
+    expect_aligned(name, rows)
     return rows.shape[0]
-
-
-def _check_dense(
-    name: str, value: object, dtypes: tuple[torch.dtype, ...], shape: tuple[int | None, ...], device: torch.device
-) -> None:
-    tensor = expect_tensor(name, value, dtypes=dtypes, ndim=len(shape), device=device)
-    fits = all(want in (None, got) for want, got in zip(shape, tensor.shape, strict=True))
-    if not fits or not tensor.is_contiguous():
-        wanted = ["any" if size is None else size for size in shape]
-        raise ValueError(
-            f"{name}: expected a contiguous tensor of shape {wanted}, got shape {list(tensor.shape)}, strides "
-            f"{list(tensor.stride())}"
-        )
-    if len(shape) == 2 or tensor.dtype.is_floating_point:
-        _check_address(name, tensor)
-
-
-def _check_address(name: str, tensor: torch.Tensor) -> None:
-    if tensor.data_ptr() % 16:
-        raise ValueError(f"{name}: expected an address that is a multiple of 16, got {tensor.data_ptr():#x}")
 
 
 def _check_norm_rope(norm_weight: torch.Tensor, rope: torch.Tensor, eps: float, pool: EntryPool) -> None:
     layout, device = pool.layout, pool.device
-    _check_dense("norm_weight", norm_weight, (torch.float32,), (layout.head_dim,), device)
-    _check_dense("rope", rope, (torch.float32,), (None, layout.rope_dim), device)
+    expect_dense("norm_weight", norm_weight, (torch.float32,), (layout.head_dim,), device, aligned=True)
+    expect_dense("rope", rope, (torch.float32,), (None, layout.rope_dim), device, aligned=True)
     if rope.shape[0] < 1:
         raise ValueError("rope: expected at least one position, got none")
     if isinstance(eps, bool) or not isinstance(eps, float) or not eps >= 0:

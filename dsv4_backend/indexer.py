@@ -21,7 +21,7 @@ from dsv4_backend.indexer_checks import (
     expect_unit_columns,
 )
 from dsv4_backend.layouts import EntryPool
-from dsv4_backend.validation import INT_DTYPES, expect_tensor
+from dsv4_backend.validation import INT_DTYPES, expect_aligned, expect_tensor
 
 WORKSPACE_BYTES = 256 << 20
 """What `select_entries` allocates for scores at most, unless a single row takes more."""
@@ -72,8 +72,7 @@ def index_query(
         raise ValueError(
             f"q: expected heads side by side and a row stride that is a multiple of 8, got strides {list(q.stride())}"
         )
-    if q.data_ptr() % 16:
-        raise ValueError(f"q: expected an address that is a multiple of 16, got {q.data_ptr():#x}")
+    expect_aligned("q", q)
     check_matrix("head_weights", head_weights, (torch.float32, torch.bfloat16), (rows, heads), keys)
     expect_tensor("positions", positions, dtypes=INT_DTYPES, ndim=1, size=rows, device=keys.device)
     check_matrix("rope", rope, (torch.float32,), (None, layout.rope_dim), keys)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from dsv4_backend.layouts import EntryPool
-from dsv4_backend.validation import expect_tensor, expect_type
+from dsv4_backend.validation import expect_aligned, expect_tensor, expect_type
 
 MIN_HEAD_DIM = 16
 """Channels that a matrix product takes at least."""
@@ -60,8 +60,7 @@ def check_query(name: str, query: IndexQuery, keys: EntryPool) -> tuple[int, int
     for field, tensor in (("values", values), ("weights", query.weights)):
         if not tensor.is_contiguous():
             raise ValueError(f"{name}.{field}: expected a contiguous tensor, got strides {list(tensor.stride())}")
-    if values.data_ptr() % 16:
-        raise ValueError(f"{name}.values: expected an address that is a multiple of 16, got {values.data_ptr():#x}")
+    expect_aligned(f"{name}.values", values)
     return rows, heads
 
 

@@ -12,7 +12,7 @@ from functools import cached_property
 import torch
 
 from dsv4_backend.geometry import READ_WINDOW, CacheGeometry
-from dsv4_backend.validation import expect_tensor, expect_type
+from dsv4_backend.validation import expect_aligned, expect_tensor, expect_type
 
 FORMATS = ("fp32", "bf16", "fp8")
 QUANT_BLOCK = 64
@@ -145,8 +145,7 @@ class EntryPool:
                 f"data: expected a contiguous tensor of whole pages, {list(self.layout.shape(pages))}, got shape "
                 f"{list(data.shape)}, strides {list(data.stride())}"
             )
-        if data.data_ptr() % 16:
-            raise ValueError(f"data: expected an address that is a multiple of 16, got {data.data_ptr():#x}")
+        expect_aligned("data", data)
 
     @classmethod
     def empty(cls, layout: EntryLayout, num_pages: int, device: torch.device | str = "cpu") -> EntryPool:

@@ -39,6 +39,40 @@ def expect_tensor(
     return value
 
 
+def expect_dense(
+    name: str,
+    value: object,
+    dtypes: tuple[torch.dtype, ...],
+    shape: tuple[int | None, ...],
+    device: torch.device,
+    *,
+    aligned: bool = False,
+) -> torch.Tensor:
+    """`value`, once it is known to be a contiguous tensor of that shape; None: any size.
+
+    Args:
+        name, dtypes, device: as for `expect_tensor`.
+        aligned: on a 16-byte boundary, too.
+    """
+    tensor = expect_tensor(name, value, dtypes=dtypes, ndim=len(shape), device=device)
+    fits = all(want in (None, got) for want, got in zip(shape, tensor.shape, strict=True))
+    if not fits or not tensor.is_contiguous():
+        wanted = ["any" if size is None else size for size in shape]
+        raise ValueError(
+            f"{name}: expected a contiguous tensor of shape {wanted}, got shape {list(tensor.shape)}, strides "
+            f"{list(tensor.stride())}"
+        )
+    if aligned:
+        expect_aligned(name, tensor)
+    return tensor
+
+
+def expect_aligned(name: str, tensor: torch.Tensor) -> None:
+    """Raises ValueError unless a tensor lies on a 16-byte boundary, which kernels load from."""
+    if tensor.data_ptr() % 16:
+        raise ValueError(f"{name}: expected an address that is a multiple of 16, got {tensor.data_ptr():#x}")
+
+
 def expect_type(name: str, value: object, kind: type) -> None:
     """Raises ValueError unless `value` is a `kind`."""
     if not isinstance(value, kind):
