@@ -15,8 +15,9 @@ from dsv4_backend.layer_weights import layer_weights
 
 pytest.importorskip("safetensors", reason="no safetensors, which comes with transformers")
 
-from dsv4_examples.hf_dsv4.checkpoint import INDEX, Checkpoint, attention_layers, attention_weights
 from safetensors.torch import save_file
+
+from dsv4_examples.hf_dsv4.checkpoint import INDEX, Checkpoint, attention_layers, attention_weights
 
 E8M0, E4M3 = torch.float8_e8m0fnu, torch.float8_e4m3fn
 FLOAT8 = ("wq_a", "wq_b", "wkv", "wo_a", "wo_b", "idx_wq_b")
