@@ -7,8 +7,6 @@ from collections import Counter
 import numpy as np
 import pytest
 
-pytest.importorskip("transformers", minversion="5.24")  # the example's package asks for it
-
 from dsv4_backend import ForwardMode
 from dsv4_backend.page_pool import PagePool
 from dsv4_examples.hf_dsv4.scheduler import Request, Scheduler, Step
@@ -174,6 +172,11 @@ def test_a_prefix_is_computed_once() -> None:
     run.step()
     assert list(run.steps[-1].before) == [0]
     run.run()
+    for hit in (0, 256):  # blocks that are alike, but not where they stand
+        requests.append(run.scheduler.add([5] * 300, 3))
+        run.step()
+        assert list(run.steps[-1].before) == [hit]
+        run.run()
     run.check_done(requests)
 
 
