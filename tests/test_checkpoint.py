@@ -252,3 +252,41 @@ def test_an_index_that_is_wrong_about_a_file(tmp_path: Path) -> None:
         ValueError, match=r"a.safetensors: expected layers.0.attn.b, as the index says, got no such tensor"
     ):
         attention_weights(checkpoint, wide_config(), 0)
+
+
+def test_a_model_with_attention_from_a_checkpoint(tmp_path: Path) -> None:
+    """The rest of a model of transformers, with attention from files, is the model that has these weights itself."""
+    pytest.importorskip("transformers", minversion="5.24", reason="no transformers with DeepSeek-V4")
+    from dsv4_examples.hf_dsv4.configs import CONFIGS
+    from dsv4_examples.hf_dsv4.engine import Engine
+    from dsv4_examples.hf_dsv4.model import FlatModel
+
+    example = CONFIGS["tiny"]
+    hf = example.build()
+    cfg = DSV4Config.from_hf(hf.config)
+    stored = {}
+    for layer, ratio in enumerate(cfg.compress_ratios):
+        attention = hf.model.layers[layer].self_attn
+        own = attention.state_dict()
+        for plain, weight in layer_weights(cfg, ratio).items():
+            key = next(key for key in own if key.removesuffix(".weight") == weight.transformers)
+            name = f"layers.{layer}.attn.{weight.checkpoint}"
+            if plain in FLOAT8:
+                stored[f"{name}.weight"], stored[f"{name}.scale"] = quantise(own[key])
+                own[key] = dequantise(stored[f"{name}.weight"], stored[f"{name}.scale"])
+            else:
+                stored[name] = own[key]
+        attention.load_state_dict(own)
+    save_sharded(stored, tmp_path)
+    theirs = FlatModel.from_hf(hf)
+    layers = attention_layers(Checkpoint(tmp_path), cfg, dtype=torch.float32)
+    ours = FlatModel(hf, theirs.blocks, layers, cfg, impl="auto")
+    outputs = []
+    for model in (ours, theirs):
+        engine = Engine(model, geom=example.geometry(), max_requests=1, max_len=160, chunk_size=140)
+        request = engine.add([*range(100), *range(50)], 8)
+        engine.run()
+        outputs.append(request.output)
+    assert outputs[0] == outputs[1]
+    weights = [dict(model.layers[2].named_parameters()) for model in (ours, theirs)]
+    assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[1])

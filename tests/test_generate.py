@@ -3,19 +3,26 @@
 from __future__ import annotations
 
 import re
+import subprocess
+import sys
 from functools import cache
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 from typer.testing import CliRunner
 
+pytest.importorskip("transformers", minversion="5.24")
+
 from dsv4_backend import CacheSize, ForwardMode
 from dsv4_backend.cli import app
 from dsv4_examples.hf_dsv4.engine import Engine
 from dsv4_examples.hf_dsv4.reference import Reference, compare
 from dsv4_examples.hf_dsv4.scheduler import Step
-from hf_harness import Case, case, each_device, each_model  # skips all where transformers is missing
+from hf_harness import Case, case, each_device, each_model
+from layout import ROOT
+from test_readme import blocks
 
 LENGTHS = (1, 2, 3, 4, 5, 8, 31, 33, 127, 128, 129, 255, 256, 257, 511, 512, 513, 1500)
 LONGEST = {1: 9, 3: 33, 7: 129, 64: 257, 200: 513}
@@ -284,3 +291,10 @@ def test_command_without_transformers(monkeypatch: pytest.MonkeyPatch) -> None:
         code, output = run("--device", "cpu")
         assert code == 2
         assert f"transformers: expected version 5.24 or newer, got {version or 'none'}; install it with" in output
+
+
+@pytest.mark.parametrize("source", blocks(ROOT / "docs" / "generate.md", "python"))
+def test_the_page_runs(source: str, tmp_path: Path) -> None:
+    done = subprocess.run([sys.executable, "-c", source], cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("[") == 3

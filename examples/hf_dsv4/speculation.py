@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -138,9 +138,6 @@ class Speculator:
             hidden_states=self._no_hidden[: len(rows)],
         )
         return self.runner.replay(batch).draft_tokens[:, 1:]
-
-    def observe(self, step: Step, hidden: torch.Tensor, tokens: Sequence[Sequence[int]]) -> None:
-        """Nothing: the draft's window entries are the target's, and it does not read hidden states."""
 
     def _to_device(self, *parts: np.ndarray) -> tuple[torch.Tensor, ...]:
         """int64, in one copy that the host does not wait for."""
