@@ -29,7 +29,7 @@ LONGEST = {1: 9, 3: 33, 7: 129, 64: 257, 200: 513}
 """By chunk size, the longest prompt that is tried in such chunks."""
 NEW = 5
 SCHEDULES = 30
-GPU_SCHEDULES = 300
+"""Random schedules of a test: one such test on a CPU, ten on a GPU."""
 
 
 @each_model
@@ -81,7 +81,7 @@ def test_without_capture_nothing_is_padded(device: str) -> None:
 def scheduled_engines(device: str) -> list[Engine]:
     """Engines of different sizes, some of them short of pages."""
     served = case("small", device)
-    tight = CacheSize(num_pages=7, num_window_pages=21, num_requests=6)
+    tight = CacheSize(num_pages=5, num_window_pages=21, num_requests=6)
     return [
         served.engine(chunk_size=200, max_requests=2),
         served.engine(chunk_size=64, max_requests=5, max_len=320, size=tight),
@@ -98,14 +98,16 @@ def prompts_of(served: Case) -> list[list[int]]:
     return [bases[0][:length] for length in lengths] + [bases[1][:length] for length in (3, 128, 200, 257)]
 
 
-@each_device
-def test_random_schedules(device: str) -> None:
+@pytest.mark.parametrize(
+    ("device", "seed"), [("cpu", 0), *(pytest.param("cuda", seed, marks=pytest.mark.gpu) for seed in range(10))]
+)
+def test_random_schedules(device: str, seed: int) -> None:
     """Requests come at random; pages run short; prefixes are shared; nothing is lost, and every token is right."""
     served = case("small", device)
-    prompts, rng = prompts_of(served), np.random.default_rng(0)
+    prompts, rng = prompts_of(served), np.random.default_rng(seed)
     engines = scheduled_engines(device)
     sizes: set[int] = set()
-    for schedule in range(GPU_SCHEDULES if device == "cuda" else SCHEDULES):
+    for schedule in range(SCHEDULES):
         engine = engines[schedule % len(engines)]
         coming = sorted(rng.integers(12, size=rng.integers(1, 9)).tolist())
         requests, step = [], 0
@@ -123,7 +125,7 @@ def test_random_schedules(device: str) -> None:
         assert not engine.scheduler.waiting
         assert served.check(engine, requests) == 0, schedule
         engine.backend.check()
-    assert sizes >= {0, 1, 2, 3, 4, 5}
+    assert sizes >= {0, 1, 2, 3, 4}
     assert sum(engine.scheduler.hit_tokens for engine in engines) > 0
     assert sum(engine.scheduler.put_back for engine in engines) > 0
 
