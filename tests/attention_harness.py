@@ -98,7 +98,8 @@ def check_close(found: torch.Tensor, expected: torch.Tensor, kv: str) -> None:
     assert found.isfinite().all()
     error = (found.double() - expected).abs()
     if kv == "fp32" and found.dtype == torch.float32:
-        limit = 1e-5 * expected.abs().clamp(min=1)
+        # Sums of hundreds of terms, and a GPU's own power of two.
+        limit = 3e-5 * expected.abs().clamp(min=1)
     else:
         error, limit = error.norm(dim=-1), 5e-3 * expected.norm(dim=-1)
     bad = (error > limit).nonzero()
