@@ -39,7 +39,7 @@ WINDOW = small_geometry(window=128)
 
 
 class Served:
-    """A layer with requests of these lengths on its cache; memory that is nobody's is NaN, page 0 and the last page, too.
+    """A layer with requests of these lengths on its cache. Memory that is nobody's is NaN: page 0 and the last, too.
 
     Its prompts are computed in torch where the kernels are interpreted.
     """
