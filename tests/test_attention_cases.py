@@ -87,6 +87,7 @@ class Served:
         self.kernels = self._runner(impl)
         self._prompts = self._runner("torch") if INTERPRET else self.kernels
         self.meta: AttnMetadata
+        self.stale: int | None = None  # what the layer finds in the list of selected entries; None: what a build leaves
 
     def _runner(self, impl: str) -> tuple[MetadataBuilder, DSV4Attention]:
         cfg, ratio = self.cfg, self.cache.ratio
@@ -139,6 +140,9 @@ class Served:
         )
         self.meta = builder.build(batch)
         builder.check()
+        if self.stale is not None:
+            assert self.meta.c4_sparse_page_indices is not None
+            self.meta.c4_sparse_page_indices.fill_(self.stale)
         return layer(torch.cat([self.x[lane][part] for lane, part in places]), self.meta, self.cache)
 
     def window_slots(self, lane: int, positions: slice) -> torch.Tensor:
@@ -230,6 +234,7 @@ def test_fewer_candidates_than_k(impl: str, device: str, topk: int) -> None:
     assert selected is not None
     assert selected.shape == (count, topk)
     assert (selected > 0).all()
+    served.stale = int(selected[0, 0])
     out = served.decode(list(range(count)))
     again = served.meta.c4_sparse_page_indices
     assert again is not None
