@@ -1,4 +1,4 @@
-"""Kernels that fill the cache under NVIDIA's compute-sanitizer, where the machine has it."""
+"""Kernels that fill the cache, and those that read it, under NVIDIA's compute-sanitizer, where the machine has it."""
 
 from __future__ import annotations
 
