@@ -370,7 +370,7 @@ GOLDENS = csa_goldens()
 @pytest.mark.parametrize("golden", GOLDENS, ids=[golden.name for golden in GOLDENS])
 def test_goldens(impl: str, device: str, kv: str, golden: AttentionGolden) -> None:
     """Scores and sets of another implementation, from its queries before rope and its keys."""
-    every = 8 if impl == "triton" and INTERPRET else 1
+    every = 8 if impl == "triton" and INTERPRET and len(golden.arrays["rows"]) > 32 else 1
     cfg, arrays = golden.config, golden.arrays
     positions = torch.from_numpy(arrays["rows"][::every]).long()
     picked = slice(None, None, every)
