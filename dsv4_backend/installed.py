@@ -6,7 +6,7 @@ import importlib.util
 import re
 from importlib import metadata
 
-TRANSFORMERS = (5, 24)
+TRANSFORMERS = (5, 17)
 """Oldest version of transformers that `dsv4 generate` works with; that of the extra `hf`."""
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-pytest.importorskip("transformers", minversion="5.24")
+pytest.importorskip("transformers", minversion="5.17")
 
 from dsv4_examples.hf_dsv4.configs import CONFIGS
 from dsv4_examples.hf_dsv4.engine import Engine

@@ -13,7 +13,7 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-pytest.importorskip("transformers", minversion="5.24")
+pytest.importorskip("transformers", minversion="5.17")
 
 from dsv4_backend import CacheSize, ForwardMode
 from dsv4_backend.cli import app
@@ -292,7 +292,7 @@ def test_command_without_transformers(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(installed, "version", lambda name, found=version: found)
         code, output = run("--device", "cpu")
         assert code == 2
-        assert f"transformers: expected version 5.24 or newer, got {version or 'none'}; install it with" in output
+        assert f"transformers: expected version 5.17 or newer, got {version or 'none'}; install it with" in output
 
 
 @pytest.mark.parametrize("source", blocks(ROOT / "docs" / "generate.md", "python"))

@@ -7,7 +7,7 @@ from functools import cache
 import pytest
 import torch
 
-pytest.importorskip("transformers", minversion="5.24")
+pytest.importorskip("transformers", minversion="5.17")
 
 from dsv4_backend import (
     AttnMetadata,

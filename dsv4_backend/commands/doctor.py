@@ -130,7 +130,7 @@ def _features() -> list[tuple[str, bool, str]]:
         ("dsv4 replay, dsv4 verify", True, "on the CPU, and on a CUDA GPU where there is one"),
         ("draft graph runner, dsv4 capture-test", True, "CUDA graphs" if gpu else "without graphs: no GPU"),
         ("dsv4 bench", True, "GPU and host time" if gpu else "host time only: no GPU"),
-        ("dsv4 generate", hf, "on the CPU, and on a CUDA GPU" if hf else "pip install 'transformers>=5.24'"),
+        ("dsv4 generate", hf, "on the CPU, and on a CUDA GPU" if hf else "pip install 'transformers>=5.17'"),
         ("--plot", plot, "matplotlib is here" if plot else "pip install matplotlib"),
     ]
 
