@@ -170,6 +170,7 @@ class DSV4AttnBackend:
         Raises:
             ValueError: before anything is written, as `DSV4Attention.forward`.
         """
+        expect_type("attention", attention, DSV4Attention)
         layers = self.cache.layers
         if type(layer_index) is not int or not 0 <= layer_index < len(layers):
             raise ValueError(f"layer_index: expected 0 to {len(layers) - 1}, got {layer_index!r}")

@@ -8,7 +8,7 @@ from dsv4_backend.commands import bench, capture_test, doctor, generate, replay,
 
 app = typer.Typer(
     name="dsv4",
-    help="Compression plans of DeepSeek-V4 attention: replayed, verified and measured.",
+    help="DeepSeek-V4 attention on a paged cache: replayed, verified, measured, and run end to end.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
@@ -24,3 +24,7 @@ app.add_typer(bench.app, name="bench")
 def main() -> None:
     """Entry point of the console script."""
     app()
+
+
+if __name__ == "__main__":
+    main()

@@ -78,9 +78,11 @@ def collect_weights(
             without it belong to something else and are left alone.
 
     Raises:
-        ValueError: a weight is missing, given twice, of another shape, or no float32, bfloat16 or float16 tensor; or a
-            name is none of the layer's. The message lists all of these.
+        ValueError: `weights` is no mapping; or a weight is missing, given twice, of another shape, or no float32,
+            bfloat16 or float16 tensor; or a name is none of the layer's. The message lists all of these.
     """
+    if not isinstance(weights, Mapping):
+        raise ValueError(f"weights: expected a mapping of names to tensors, got {type(weights).__name__}")
     wanted = layer_weights(cfg, ratio)
     plain = {name: key for key, each in wanted.items() for name in (key, each.checkpoint, each.transformers)}
     found: dict[str, tuple[str, torch.Tensor]] = {}

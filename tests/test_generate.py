@@ -225,8 +225,12 @@ def test_engine_refusals() -> None:
     for prompt, new, message in (
         ([], 3, "prompt: expected at least one token, got none"),
         ([256], 3, "prompt: expected tokens from 0 to 255, got 256 to 256"),
-        ([1], 0, "max_new_tokens: expected at least 1, got 0"),
-        ([1] * 400, 200, "prompt: expected room for 600 tokens with all that follows, got 512"),
+        ([1], 0, "max_new_tokens: expected an int of at least 1, got 0"),
+        ([1], 2.5, "max_new_tokens: expected an int of at least 1, got 2.5"),
+        ([1.5], 3, "prompt: expected a sequence of integers, got list: 'float' object cannot be interpreted"),
+        ("hello", 3, "prompt: expected a sequence of integers, got str"),
+        (None, 3, "prompt: expected a sequence of integers, got NoneType"),
+        ([1] * 400, 200, "prompt: expected at most max_len = 400 tokens with those to generate, got 400 and 200"),
     ):
         with pytest.raises(ValueError, match=message):
             engine.add(prompt, new)
@@ -273,6 +277,7 @@ def test_command_says_what_differs(monkeypatch: pytest.MonkeyPatch) -> None:
         (("--requests", "0"), "--requests: expected at least 1, got 0"),
         (("--max-running", "0"), "--max-running: expected at least 1, got 0"),
         (("--drafts", "-1"), "--drafts: expected at least 0, got -1"),
+        (("--seed", "-1"), "--seed: expected at least 0, got -1"),
         (("--drafts", "10"), "num_draft_tokens: expected at most 10, got 11"),
         (("--draft-window", "all"), "--draft-window: expected one of growing, frozen, got 'all'"),
         (("--executor", "graph"), "executor: expected"),

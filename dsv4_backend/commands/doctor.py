@@ -125,8 +125,8 @@ def _features() -> list[tuple[str, bool, str]]:
     else:
         triton = False, "no GPU; TRITON_INTERPRET=1 runs it in Triton's interpreter"
     return [
-        ('planner, metadata and compressor, impl="torch"', True, "runs on any device that torch has"),
-        ('planner, metadata and compressor, impl="triton"', *triton),
+        ('planner, metadata, cache and attention, impl="torch"', True, "runs on any device that torch has"),
+        ('planner, metadata, cache and attention, impl="triton"', *triton),
         ("dsv4 replay, dsv4 verify", True, "on the CPU, and on a CUDA GPU where there is one"),
         ("draft graph runner, dsv4 capture-test", True, "CUDA graphs" if gpu else "without graphs: no GPU"),
         ("dsv4 bench", True, "GPU and host time" if gpu else "host time only: no GPU"),

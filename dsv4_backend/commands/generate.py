@@ -52,6 +52,8 @@ def generate(
         _check_numbers(requests=requests, max_new_tokens=max_new_tokens, max_running=max_running, chunk_size=chunk_size)
         _check_choice("--kv", kv, FORMATS)
         _check_choice("--draft-window", draft_window, DRAFT_WINDOWS)
+        if seed < 0:
+            raise ValueError(f"--seed: expected at least 0, got {seed}")
         if drafts < 0:
             raise ValueError(f"--drafts: expected at least 0, got {drafts}")
         if check and kv != "fp32":
@@ -78,7 +80,7 @@ def generate(
         engine = Engine(
             FlatModel.from_hf(hf, impl=chosen),
             geom=geom,
-            max_requests=max_running,
+            max_requests=min(max_running, requests),
             max_len=example.prompts[1] + max_new_tokens,
             chunk_size=chunk_size,
             kv=kv,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -15,6 +16,7 @@ import torch
 from dsv4_backend import AttnMetadata, CacheGeometry, CacheSize, DSV4AttnBackend, DSV4Cache, ForwardMode, RawBatch
 from dsv4_backend.page_pool import PagePool
 from dsv4_backend.table_mirror import TableMirror
+from dsv4_backend.validation import expect_type
 from dsv4_examples.hf_dsv4.model import FlatModel
 from dsv4_examples.hf_dsv4.scheduler import Request, Scheduler, Step
 from dsv4_graph_runner import BucketPolicy, StepGraphRunner
@@ -102,6 +104,8 @@ class Engine:
         executor: str = "auto",
         size: CacheSize | None = None,
     ) -> None:
+        expect_type("model", model, FlatModel)
+        expect_type("geom", geom, CacheGeometry)
         for name, value, low in (
             ("max_requests", max_requests, 1),
             ("max_len", max_len, 2),
@@ -116,6 +120,7 @@ class Engine:
         if longest > model.cfg.max_position:
             raise ValueError(f"max_len: expected at most {model.cfg.max_position - num_drafts}, got {max_len}")
         self.model, self.num_drafts, self.device = model, num_drafts, model.device
+        self.max_len = max_len
         size = size or CacheSize.for_requests(
             model.cfg, geom, num_requests=max_requests, max_seq_len=longest, chunk_size=chunk_size + max_requests
         )
@@ -172,13 +177,30 @@ class Engine:
     def add(self, prompt: Sequence[int], max_new_tokens: int) -> Request:
         """Queues a request. Requests may come at any time, between steps.
 
+        Args:
+            prompt: integers, at least one, of the model's vocabulary.
+            max_new_tokens: tokens to generate, at least 1; with the prompt at most `max_len`.
+
         Raises:
-            ValueError: as `Scheduler.add`; or a token is not in the vocabulary.
+            ValueError: an argument is not as above, or as `Scheduler.add`; nothing is queued then.
         """
+        try:
+            tokens = [operator.index(token) for token in prompt]
+        except TypeError as error:
+            raise ValueError(
+                f"prompt: expected a sequence of integers, got {type(prompt).__name__}: {error}"
+            ) from error
         vocabulary = self.model.hf.config.vocab_size
-        if any(not 0 <= token < vocabulary for token in prompt):
-            raise ValueError(f"prompt: expected tokens from 0 to {vocabulary - 1}, got {min(prompt)} to {max(prompt)}")
-        return self.scheduler.add(prompt, max_new_tokens)
+        if any(not 0 <= token < vocabulary for token in tokens):
+            raise ValueError(f"prompt: expected tokens from 0 to {vocabulary - 1}, got {min(tokens)} to {max(tokens)}")
+        if type(max_new_tokens) is not int or max_new_tokens < 1:
+            raise ValueError(f"max_new_tokens: expected an int of at least 1, got {max_new_tokens!r}")
+        if len(tokens) + max_new_tokens > self.max_len:
+            raise ValueError(
+                f"prompt: expected at most max_len = {self.max_len} tokens with those to generate, got {len(tokens)} "
+                f"and {max_new_tokens}"
+            )
+        return self.scheduler.add(tokens, max_new_tokens)
 
     def step(self) -> list[Request] | None:
         """Runs one step. Returns the requests that it finished; None when there is nothing left to do."""

@@ -11,6 +11,7 @@ from torch import nn
 from transformers import DeepseekV4ForCausalLM
 
 from dsv4_backend import DSV4Attention, DSV4Config
+from dsv4_backend.validation import expect_type
 
 Attend = Callable[[int, torch.Tensor], torch.Tensor]
 """Attention of a step: the layer's index and its hidden states [T, hidden_size], to as many."""
@@ -54,6 +55,7 @@ class FlatModel:
         Raises:
             ValueError: attention refuses the config, a weight, the dtype or `impl`.
         """
+        expect_type("hf", hf, DeepseekV4ForCausalLM)
         cfg = DSV4Config.from_hf(hf.config)
         blocks, layers = [], []
         for index, (block, ratio) in enumerate(zip(hf.model.layers, cfg.compress_ratios, strict=True)):
