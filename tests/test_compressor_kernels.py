@@ -134,6 +134,24 @@ def test_many_entries_have_programs_of_their_own(
     assert len(stored) == (4 if ragged else 3)
 
 
+def test_ratios_do_not_share_a_compiled_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    """State rows of ratio 4 are twice as wide as those of ratio 128, though the pools may be laid out alike."""
+    from dsv4_triton_kernels import compressor
+
+    monkeypatch.setattr(compressor, "C128_MANY", 1)
+    keys: list[object] = []
+    for name in ("_launch_c4", "_launch_c128", "_launch_pool"):
+        monkeypatch.setattr(compressor, name, lambda *launch: None)
+    monkeypatch.setattr(compressor, "_launch_finish", lambda device, key, *launch: keys.append(key))
+    tables, lengths = make_tables("cpu"), torch.tensor([256])
+    for ratio in (4, 128):
+        given = arguments(ratio, "cpu", 256)
+        given["pool"] = EntryPool.empty(EntryLayout("fp32", 32, 16, 32), PAGES)
+        plans = plan_prefill(lengths, lengths, torch.tensor([1]), tables, GEOM, impl="torch")
+        compressor.compress(**given, plans=plans, eps=1e-6)
+    assert len(set(keys)) == 2
+
+
 @each_backend
 @RATIOS
 def test_rows_of_other_strides(impl: str, device: str, ratio: int) -> None:

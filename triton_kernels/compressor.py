@@ -91,21 +91,21 @@ def compress(
     kv = (kv_score, kv_score.stride(0) // 4, kv_score.shape[0], state, state.shape[0])
     end = (norm_weight, eps, rope, rope.shape[0], *pool_args(pool))
     key = (form, pool.layout, pool.num_slots > 2**31 - 1)
+    whole = ratio == 4 or (form != "decode" and num_rows >= 128 * C128_MANY)
     if ratio == 4:
         header = words if form == "decode" else plans.header
         _compress_c4(kv, (words, num_rows, header), (out_loc, bias, *end), key, pool)
-        if form != "decode":
-            _finish(0, num_rows, kv, (words, write, 0, num_rows, state, out_loc, *end), (*key, False), pool, 4)
-        return
-    if form != "decode" and num_rows >= 128 * C128_MANY:
+    elif whole:
         _compress_c128(kv, (words, capacity), (out_loc, bias, *end), num_rows, key, pool)
-        _finish(0, num_rows, kv, (words, write, 0, num_rows, state, out_loc, *end), (*key, False), pool, 2)
+    if whole:
+        if form != "decode":
+            _finish(0, num_rows, kv, (words, write, 0, num_rows, state, out_loc, *end), (*key, False), pool)
         return
     pooled = torch.empty((capacity, pool.layout.head_dim), dtype=torch.float32, device=pool.device)
     _pool_c128(kv, (words, capacity, bias, pooled), capacity, num_rows, (form, pool.layout.head_dim), pool)
     finish = (words, write, capacity, num_rows, pooled, out_loc, *end)
     writes = 0 if form == "decode" else num_rows
-    _finish(_entry_programs(form, 128, num_rows), writes, kv, finish, (*key, True), pool, 2)
+    _finish(_entry_programs(form, 128, num_rows), writes, kv, finish, (*key, True), pool)
 
 
 def _entry_programs(form: str, ratio: int, num_rows: int) -> int:
@@ -191,9 +191,8 @@ def _finish(
     rest: tuple[Any, ...],
     key: tuple[Any, ...],
     pool: Any,
-    parts: int,
 ) -> None:
-    head_dim = pool.layout.head_dim
+    head_dim, width = pool.layout.head_dim, kv[3].shape[1]
     sizes = dict(FINISH_ROWS.get(head_dim, FINISH_SMALL_ROWS))
     if writes <= FEW_WRITES:
         sizes["WRITE_ROWS"] = 1
@@ -203,13 +202,13 @@ def _finish(
     programs = entry_programs + _write_programs(writes, sizes["WRITE_ROWS"])
     _launch_finish(
         pool.device,
-        (*key, sizes["WRITE_ROWS"]),
+        (*key, width, sizes["WRITE_ROWS"]),
         (programs,),
         (entry_programs, *kv, *rest),
         lambda: dict(
             FORM=key[0],
             ENTRIES=key[-1],
-            WIDTH=parts * head_dim,
+            WIDTH=width,
             **pool_constants(pool.layout),
             **sizes,
             **pdl_options(pool.device),
