@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from dsv4_backend.geometry import RATIOS
-from dsv4_backend.validation import expect_tensor
+from dsv4_backend.validation import expect_dense
 
 PACKED_MAX_ROWS = 65_536
 """The packed layout holds a row id in 16 bits; plans with more rows use the wide one."""
@@ -171,7 +171,7 @@ class PrefillPlan(_Plans[CompressPlan]):
         _expect_buffer("error", self.error, (1,), torch.int32, self.header.device)
         _expect_ratios(self.c4, self.c128, CompressPlan)
         for plan in self.lists():
-            shape = (self.num_rows, compress_dtype(self.num_rows or 0).itemsize)
+            shape = (self.num_rows or 0, compress_dtype(self.num_rows or 0).itemsize)
             _expect_buffer(f"c{plan.ratio}.compress", plan.compress, shape, torch.uint8, self.device)
         _expect_distinct(self)
 
@@ -312,17 +312,10 @@ def _expect_ratios(c4: object, c128: object, kind: type[CompressPlan] | type[Dec
 
 
 def _expect_buffer(
-    name: str, value: object, shape: tuple[int | None, ...], dtype: torch.dtype, device: torch.device | None = None
+    name: str, value: object, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device | None = None
 ) -> None:
     """Raises ValueError unless kernels can write `value` as it is: contiguous, on a 16-byte boundary."""
-    tensor = expect_tensor(name, value, dtypes=(dtype,), ndim=len(shape), device=device)
-    if tuple(tensor.shape) != shape or not tensor.is_contiguous():
-        raise ValueError(
-            f"{name}: expected a contiguous tensor of shape {list(shape)}, got shape {list(tensor.shape)}, strides "
-            f"{list(tensor.stride())}"
-        )
-    if tensor.data_ptr() % 16:
-        raise ValueError(f"{name}: expected an address that is a multiple of 16, got {tensor.data_ptr():#x}")
+    expect_dense(name, value, (dtype,), shape, device, aligned=True)
 
 
 def _expect_distinct(plan: PrefillPlan | DecodePlans) -> None:

@@ -7,6 +7,7 @@ import torch
 
 from dsv4_backend.page_pool import PagePool
 from dsv4_backend.tables import RequestTables
+from dsv4_backend.transfer import send
 
 
 class TableMirror:
@@ -43,11 +44,4 @@ def _copy_ranges(source: np.ndarray, target: torch.Tensor, ranges: list[tuple[in
         return
     places = np.concatenate([np.arange(start, stop) for start, stop in ranges])
     values = torch.from_numpy(source.reshape(-1)[places])
-    target.view(-1)[_sent(torch.from_numpy(places), target.device)] = _sent(values, target.device)
-
-
-def _sent(values: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """A copy on `device` that the host does not wait for."""
-    if device.type == "cuda":
-        values = values.pin_memory()  # torch keeps the memory until the copy is done
-    return values.to(device, non_blocking=True)
+    target.view(-1)[send(torch.from_numpy(places), target.device)] = send(values, target.device)

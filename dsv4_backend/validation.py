@@ -44,7 +44,7 @@ def expect_dense(
     value: object,
     dtypes: tuple[torch.dtype, ...],
     shape: tuple[int | None, ...],
-    device: torch.device,
+    device: torch.device | None,
     *,
     aligned: bool = False,
 ) -> torch.Tensor:

@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import time
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, ClassVar, Protocol
 
 import torch
 
 from dsv4_graph_runner.device import normal_device
 from dsv4_graph_runner.guard import inspect_region, pool_bytes, watch_capture
+from dsv4_graph_runner.report import CaptureReport, Key
 
 POOLS = ("shared", "dedicated")
 WARMUPS = 2
+Progress = Callable[[int, int, str], None]
 
 
 class GraphPool:
@@ -198,3 +201,35 @@ def _no_collection() -> Iterator[None]:
     finally:
         if enabled:
             gc.enable()
+
+
+def capture_all(
+    keys: Sequence[Key],
+    record: Callable[[Key], None],
+    executor: Executor,
+    release: Callable[[], None],
+    describe: Callable[[Key], str],
+    progress: Progress | None,
+) -> CaptureReport[Key]:
+    """Records a region for each key in turn, and says what each took; after an exception nothing recorded is left.
+
+    Args:
+        keys: the largest first, so that the memory of one serves all.
+        record: records one with `executor`, and keeps it.
+        release: gives up all that `record` kept.
+        describe: names one for `progress`, which is called with (done, total, what) before each and at the end.
+    """
+    begin, spent = time.perf_counter(), {}
+    try:
+        for i, key in enumerate(keys):
+            if progress is not None:
+                progress(i, len(keys), describe(key))
+            before, start = executor.pool_bytes(), time.perf_counter()
+            record(key)
+            spent[key] = executor.pool_bytes() - before, time.perf_counter() - start
+    except BaseException:
+        release()
+        raise
+    if progress is not None:
+        progress(len(keys), len(keys), "")
+    return CaptureReport(executor.name, time.perf_counter() - begin, executor.pool_bytes(), spent)

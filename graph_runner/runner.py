@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -13,15 +12,13 @@ import torch.distributed as dist
 from dsv4_graph_runner.batch import DraftBatch, DraftInputs, DraftOutput
 from dsv4_graph_runner.buckets import BucketPolicy
 from dsv4_graph_runner.buffers import StaticBuffers, exact_inputs
-from dsv4_graph_runner.capture import CudaGraphExecutor, EagerExecutor, Executor
+from dsv4_graph_runner.capture import CudaGraphExecutor, EagerExecutor, Executor, Progress, capture_all
 from dsv4_graph_runner.distributed import RankGroup
 from dsv4_graph_runner.draft_loop import run_draft_chain
 from dsv4_graph_runner.fingerprint import addresses, expect_unchanged
 from dsv4_graph_runner.options import check_options, check_variants, resolve_executor
 from dsv4_graph_runner.protocols import DraftModel, MetadataProvider
 from dsv4_graph_runner.report import CaptureReport, GraphKey
-
-Progress = Callable[[int, int, str], None]
 
 
 @dataclass(frozen=True)
@@ -108,21 +105,15 @@ class EagleDraftGraphRunner:
             for size in sorted(self.buckets.buckets, reverse=True)
             for variant in self._models
         ]
-        begin, spent = time.perf_counter(), {}
-        self._executor = self._new_executor()
-        try:
-            for i, key in enumerate(keys):
-                if progress is not None:
-                    progress(i, len(keys), f"batch size {key.batch_size} {key.variant}".rstrip())
-                before, start = self._executor.pool_bytes(), time.perf_counter()
-                self._recorded[key] = self._record(key, self._executor)
-                spent[key] = self._executor.pool_bytes() - before, time.perf_counter() - start
-        except BaseException:
-            self.release()
-            raise
-        if progress is not None:
-            progress(len(keys), len(keys), "")
-        return CaptureReport(self.executor, time.perf_counter() - begin, self._executor.pool_bytes(), spent)
+        self._executor = executor = self._new_executor()
+
+        def record(key: GraphKey) -> None:
+            self._recorded[key] = self._record(key, executor)
+
+        def describe(key: GraphKey) -> str:
+            return f"batch size {key.batch_size} {key.variant}".rstrip()
+
+        return capture_all(keys, record, executor, self.release, describe, progress)
 
     def release(self) -> None:
         """Gives up all graphs and their memory; `capture` may follow."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -10,14 +9,13 @@ from typing import Any
 import torch
 
 from dsv4_graph_runner.buckets import BucketPolicy
-from dsv4_graph_runner.capture import CudaGraphExecutor, EagerExecutor, Executor
+from dsv4_graph_runner.capture import CudaGraphExecutor, EagerExecutor, Executor, Progress, capture_all
 from dsv4_graph_runner.device import normal_device
 from dsv4_graph_runner.options import resolve_executor
 from dsv4_graph_runner.protocols import StepBatch, StepInputs, StepProvider
 from dsv4_graph_runner.report import CaptureReport
 
 StepModel = Callable[[torch.Tensor, Any], Sequence[torch.Tensor]]
-Progress = Callable[[int, int, str], None]
 
 
 @dataclass(frozen=True, eq=False)
@@ -106,24 +104,19 @@ class StepGraphRunner:
         """
         self.release()
         sizes = sorted(self.buckets.buckets, reverse=True)
-        begin, spent = time.perf_counter(), {}
         graphs = self.executor == "cuda_graph"
-        self._executor = (
+        executor: Executor = (
             CudaGraphExecutor(self._device, "shared", True, "global") if graphs else EagerExecutor(self._device, False)
         )
-        try:
-            for i, size in enumerate(sizes):
-                if progress is not None:
-                    progress(i, len(sizes), f"{_name(self.mode)} batch size {size}")
-                before, start = self._executor.pool_bytes(), time.perf_counter()
-                self._recorded[size] = self._record(size, self._executor)
-                spent[size] = self._executor.pool_bytes() - before, time.perf_counter() - start
-        except BaseException:
-            self.release()
-            raise
-        if progress is not None:
-            progress(len(sizes), len(sizes), "")
-        return CaptureReport(self.executor, time.perf_counter() - begin, self._executor.pool_bytes(), spent)
+        self._executor = executor
+
+        def record(size: int) -> None:
+            self._recorded[size] = self._record(size, executor)
+
+        def describe(size: int) -> str:
+            return f"{_name(self.mode)} batch size {size}"
+
+        return capture_all(sizes, record, executor, self.release, describe, progress)
 
     def release(self) -> None:
         """Gives up all graphs and their memory; `capture` may follow."""

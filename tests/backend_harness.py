@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import pytest
 import torch
 
-from cache_harness import SMALL, small_config, small_geometry
+from cache_harness import SMALL, pool_for, small_config, small_geometry
 from dsv4_backend import (
     AttnMetadata,
     CacheSize,
@@ -17,7 +17,6 @@ from dsv4_backend import (
     DSV4Cache,
     DSV4DraftBackend,
     ForwardMode,
-    PagePool,
     RawBatch,
 )
 from dsv4_backend.table_mirror import TableMirror
@@ -64,21 +63,16 @@ class World:
         sizes = ((128, 64), 64) if kv == "fp8" else (SMALL, 32)
         self.cfg = dataclasses.replace(small_config(4, *sizes), compress_ratios=ratios, index_topk=80)
         self.geom, self.device = small_geometry(drafts=True), torch.device(device)
-        pages, parts = -(-tokens // self.geom.page_size) * lanes, self.geom.page_size // self.geom.swa_page_size
-        self.pool = PagePool(
-            page_size=self.geom.page_size,
-            window_page_size=self.geom.swa_page_size,
-            num_pages=pages,
-            num_window_pages=pages * parts,
-            max_requests=lanes,
-            max_len=tokens,
-            seed=seed,
-        )
+        self.pool = pool_for(self.geom, lanes, tokens, seed)
         self.mirror = TableMirror(self.pool, self.device)
         if self.device.type == "cuda":
             self.device = self.mirror.tables.device  # with its index
         self.cache = DSV4Cache(
-            self.cfg, self.geom, CacheSize(pages + 1, pages * parts + 1, lanes + 1), format=kv, device=self.device
+            self.cfg,
+            self.geom,
+            CacheSize(self.pool.num_pages + 1, self.pool.num_window_pages + 1, lanes + 1),
+            format=kv,
+            device=self.device,
         )
         self.backend = self.new_backend(impl)
         generator = torch.Generator().manual_seed(seed)

@@ -47,6 +47,20 @@ def small_geometry(drafts: bool = False, **sizes: int) -> CacheGeometry:
     return CacheGeometry(**{"page_size": 128, "swa_page_size": 64, "window": 16, **rings, **sizes})
 
 
+def pool_for(geom: CacheGeometry, lanes: int, tokens: int, seed: int) -> PagePool:
+    """Pages, and window pages, for all tokens of so many requests."""
+    pages = -(-tokens // geom.page_size) * lanes
+    return PagePool(
+        page_size=geom.page_size,
+        window_page_size=geom.swa_page_size,
+        num_pages=pages,
+        num_window_pages=pages * (geom.page_size // geom.swa_page_size),
+        max_requests=lanes,
+        max_len=tokens,
+        seed=seed,
+    )
+
+
 @dataclass(eq=False, repr=False)
 class Lane:
     """A request: its row, how many tokens are committed, and the rows of all tokens it will ever have."""
@@ -77,19 +91,9 @@ class Harness:
         self.ratio, self.geom = ratio, geom or small_geometry()
         self.cfg = small_config(ratio, head, index_dim, self.geom.window)
         self.device, self.tokens = torch.device(device), tokens
-        pages = -(-tokens // self.geom.page_size) * lanes
-        parts = self.geom.page_size // self.geom.swa_page_size
-        self.pool = PagePool(
-            page_size=self.geom.page_size,
-            window_page_size=self.geom.swa_page_size,
-            num_pages=pages,
-            num_window_pages=pages * parts,
-            max_requests=lanes,
-            max_len=tokens,
-            seed=seed,
-        )
+        self.pool = pool_for(self.geom, lanes, tokens, seed)
         self.mirror = TableMirror(self.pool, self.device)
-        size = CacheSize(pages + 1, pages * parts + 1, lanes + 1)
+        size = CacheSize(self.pool.num_pages + 1, self.pool.num_window_pages + 1, lanes + 1)
         self.cache = LayerCache.empty(self.cfg, self.geom, size, ratio, format=kv, device=device)
         for tensor in self.tensors().values():
             tensor.view(torch.uint8).fill_(POISON)

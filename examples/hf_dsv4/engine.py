@@ -16,6 +16,7 @@ import torch
 from dsv4_backend import AttnMetadata, CacheGeometry, CacheSize, DSV4AttnBackend, DSV4Cache, ForwardMode, RawBatch
 from dsv4_backend.page_pool import PagePool
 from dsv4_backend.table_mirror import TableMirror
+from dsv4_backend.transfer import send
 from dsv4_backend.validation import expect_type
 from dsv4_examples.hf_dsv4.model import FlatModel
 from dsv4_examples.hf_dsv4.scheduler import Request, Scheduler, Step
@@ -277,9 +278,7 @@ class Engine:
         return RawBatch(step.mode, **on_device, num_draft_tokens=drafted), ids, chosen
 
     def _to_device(self, parts: dict[str, np.ndarray]) -> dict[str, torch.Tensor]:
-        packed = torch.from_numpy(np.concatenate(list(parts.values())).astype(np.int64))
-        if self.device.type == "cuda":
-            packed = packed.pin_memory().to(self.device, non_blocking=True)
+        packed = send(torch.from_numpy(np.concatenate(list(parts.values())).astype(np.int64)), self.device)
         return dict(zip(parts, packed.split([len(part) for part in parts.values()]), strict=True))
 
     def _count(self, step: Step, tokens: Sequence[Sequence[int]]) -> None:

@@ -9,6 +9,7 @@ import numpy as np
 import torch
 
 from dsv4_backend import DSV4DraftBackend
+from dsv4_backend.transfer import send
 from dsv4_examples.hf_dsv4.draft import FirstLayersDraft
 from dsv4_examples.hf_dsv4.engine import Engine
 from dsv4_examples.hf_dsv4.scheduler import Step
@@ -141,7 +142,5 @@ class Speculator:
 
     def _to_device(self, *parts: np.ndarray) -> tuple[torch.Tensor, ...]:
         """int64, in one copy that the host does not wait for."""
-        packed = torch.from_numpy(np.concatenate(parts).astype(np.int64))
-        if self.device.type == "cuda":
-            packed = packed.pin_memory().to(self.device, non_blocking=True)
+        packed = send(torch.from_numpy(np.concatenate(parts).astype(np.int64)), self.device)
         return packed.split([len(part) for part in parts])
