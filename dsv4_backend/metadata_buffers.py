@@ -143,9 +143,8 @@ class BucketBuffers:
                 self._add_plan(f"c{ratio}.compress", compress_dtype(key.num_rows).itemsize, device)
                 self._add_plan(f"c{ratio}.write", WRITE.itemsize, device)
         if key.mode in PREFILL_MODES:
-            header = [0] * len(HEADER_FIELDS)
-            header[HEADER_FIELDS.index("is_uniform")] = 1
-            self.tensors["header"] = torch.tensor(header, dtype=torch.int32, device=device)
+            self.tensors["header"] = torch.zeros(len(HEADER_FIELDS), dtype=torch.int32, device=device)
+            self.tensors["header"].narrow(0, HEADER_FIELDS.index("is_uniform"), 1).fill_(1)  # no copy the host waits for
 
     @property
     def nbytes(self) -> int:

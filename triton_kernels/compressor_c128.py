@@ -16,10 +16,9 @@ from dsv4_triton_kernels.kv_store import _angle, _norm, _rotate, _store_entries
 
 @triton.jit
 def _pool_c128_window(
-    row,  # [1], as all up to `live`
+    row,  # scalar, as the next two
     buffer_len,
     page_1,
-    live,
     kv_score_ptr,
     kv_stride,
     num_tokens,
@@ -37,32 +36,32 @@ def _pool_c128_window(
     LANES tokens are side by side, each lane with a softmax of its own over every LANES-th token, so that nothing passes
     between threads until the end; meanwhile the next tokens are on their way to shared memory.
     """
-    channel = start + tl.arange(0, PART)[None, None, :]
-    stored = live & (page_1 >= 0) & (page_1 < num_state_rows // 128)
-    known = live & (row >= 0) & (row < num_tokens)
+    channel = start + tl.arange(0, PART)
+    # Rows from which on there is something to read: of state, and of the step.
+    first_stored = tl.where((page_1 >= 0) & (page_1 < num_state_rows // 128), 0, 128)
+    first_known = tl.where((row >= 0) & (row < num_tokens), 127 - row, 128)
     page_place = state_ptr + page_1.to(tl.int64) * (256 * D)
     stride = kv_stride.to(tl.int64) * 4
     new_place = kv_score_ptr + (row.to(tl.int64) - 127) * stride
-    most = tl.full([1, LANES, PART], -3.0e38, tl.float32)
-    total = tl.zeros([1, LANES, PART], tl.float32)
-    pooled = tl.zeros([1, LANES, PART], tl.float32)
+    most = tl.full([LANES, PART], -3.0e38, tl.float32)
+    total = tl.zeros([LANES, PART], tl.float32)
+    pooled = tl.zeros([LANES, PART], tl.float32)
     for first in tl.range(0, 128, LANES, num_stages=STAGES):
-        i = first + tl.arange(0, LANES)[None, :]
-        from_state = i < buffer_len[:, None]
-        inside = tl.where(from_state, stored[:, None], known[:, None] & (row[:, None] - 127 + i >= 0))
-        place = tl.where(from_state, page_place[:, None] + i * (2 * D), new_place[:, None] + i * stride)
-        place = place[:, :, None] + channel
-        score = tl.load(place + D, mask=inside[:, :, None], other=0.0, eviction_policy="evict_first")
-        value = tl.load(place, mask=inside[:, :, None], other=0.0, eviction_policy="evict_first")
-        score += tl.load(bias_ptr + (i * D)[:, :, None] + channel, eviction_policy="evict_last")
+        i = first + tl.arange(0, LANES)
+        from_state = i < buffer_len
+        inside = (i >= tl.where(from_state, first_stored, first_known))[:, None]
+        place = tl.where(from_state, page_place + i * (2 * D), new_place + i * stride)[:, None] + channel[None, :]
+        score = tl.load(place + D, mask=inside, other=0.0, eviction_policy="evict_first")
+        value = tl.load(place, mask=inside, other=0.0, eviction_policy="evict_first")
+        score += tl.load(bias_ptr + (i * D)[:, None] + channel[None, :], eviction_policy="evict_last")
         higher = tl.maximum(most, score)
         shrink = tl.exp(most - higher)
         weight = tl.exp(score - higher)
         total = total * shrink + weight
         pooled = pooled * shrink + weight * value
         most = higher
-    shrink = tl.exp(most - tl.max(most, 1)[:, None, :])
-    return tl.sum(pooled * shrink, 1) / tl.sum(total * shrink, 1)
+    shrink = tl.exp(most - tl.max(most, 0)[None, :])
+    return tl.sum(pooled * shrink, 0) / tl.sum(total * shrink, 0)
 
 
 @triton.jit(do_not_specialize=["kv_stride", "num_tokens", "num_state_rows", "num_rows", "share"])
@@ -91,33 +90,32 @@ def _pool_c128_kernel(
         tl.extra.cuda.gdc_launch_dependents()
     source = (kv_score_ptr, kv_stride, num_tokens, state_ptr, num_state_rows, bias_ptr)
     start = tl.program_id(0) * PART
-    part = start + tl.arange(0, PART)[None, :]
+    part_ptr = pooled_ptr + start + tl.arange(0, PART)
+    # While an entry is pooled, the row of the next one is on its way.
     if FORM == "decode":
         # Few requests complete an entry, or all of them do: the programs take turns.
         each = tl.program_id(1) // share * SCAN + tl.arange(0, SCAN)
         seq_len = tl.load(plan_ptr + each.to(tl.int64) * 4, mask=each < num_rows, other=-1)
         complete = ((seq_len > 0) & (seq_len % 128 == 0)).to(tl.int32)
         mine = (complete > 0) & ((tl.cumsum(complete, 0) - 1) % share == tl.program_id(1) % share)
-        next_one = tl.min(tl.where(mine, each, 0x7FFFFFFF), 0)
-        while next_one < num_rows:
-            k = next_one + tl.arange(0, 1)
-            _seq_len, row, buffer_len, _page_0, page_1, live = _compress_row(plan_ptr, k, k < num_rows, 128, 128, FORM)
-            next_one = tl.min(tl.where(mine & (each > next_one), each, 0x7FFFFFFF), 0)
-            pooled = _pool_c128_window(row, buffer_len, page_1, live, *source, start, D, PART, LANES, STAGES)
-            tl.store(pooled_ptr + (k.to(tl.int64) * D)[:, None] + part, pooled, mask=live[:, None])
+        k = tl.min(tl.where(mine, each, 0x7FFFFFFF), 0)
+        page_1 = tl.load(plan_ptr + k.to(tl.int64) * 4 + 3, mask=k < num_rows, other=-1)
+        while k < num_rows:
+            window = (k, k * 0 + 127, page_1)
+            place = part_ptr + k.to(tl.int64) * D
+            k = tl.min(tl.where(mine & (each > k), each, 0x7FFFFFFF), 0)
+            page_1 = tl.load(plan_ptr + k.to(tl.int64) * 4 + 3, mask=k < num_rows, other=-1)
+            tl.store(place, _pool_c128_window(*window, *source, start, D, PART, LANES, STAGES))
     else:
-        # Valid rows come first. A row is loaded where it is used, in the layout that its window is loaded in.
-        first = tl.program_id(1)
-        more = first < num_rows
-        while more:
-            k = first + tl.arange(0, 1)
+        # Valid rows come first.
+        k = tl.program_id(1)
+        _seq_len, row, buffer_len, _page_0, page_1, live = _compress_row(plan_ptr, k, k < num_rows, 128, 128, FORM)
+        while live:
+            window = (row, buffer_len, page_1)
+            place = part_ptr + k.to(tl.int64) * D
+            k += tl.num_programs(1)
             _seq_len, row, buffer_len, _page_0, page_1, live = _compress_row(plan_ptr, k, k < num_rows, 128, 128, FORM)
-            first += tl.num_programs(1)
-            found = tl.max(live.to(tl.int32), 0) > 0
-            more = found & (first < num_rows)
-            if found:
-                pooled = _pool_c128_window(row, buffer_len, page_1, live, *source, start, D, PART, LANES, STAGES)
-                tl.store(pooled_ptr + (k.to(tl.int64) * D)[:, None] + part, pooled, mask=live[:, None])
+            tl.store(place, _pool_c128_window(*window, *source, start, D, PART, LANES, STAGES))
 
 
 @triton.jit(
@@ -159,22 +157,34 @@ def _compress_c128_kernel(
         tl.extra.cuda.gdc_launch_dependents()
     source = (kv_score_ptr, kv_stride, num_tokens, state_ptr, num_state_rows, bias_ptr)
     weight = tl.load(weight_ptr + tl.arange(0, D))
-    first = tl.program_id(0)
-    more = first < num_rows
-    while more:
-        k = first + tl.arange(0, 1)
+    one = tl.zeros([1], tl.int32)
+    # Valid rows come first. While an entry is pooled, the row of the next one is on its way.
+    k = tl.program_id(0)
+    seq_len, row, buffer_len, _page_0, page_1, live = _compress_row(plan_ptr, k, k < num_rows, 128, 128, FORM)
+    while live:
+        window = (row, buffer_len, page_1)
+        slot = tl.load(out_loc_ptr + row, mask=(row >= 0) & (row < num_tokens), other=0)
+        angle = _angle(seq_len - 128 + one, one == 0, rope_ptr, num_positions, D, ROPE)
+        k += tl.num_programs(0)
         seq_len, row, buffer_len, _page_0, page_1, live = _compress_row(plan_ptr, k, k < num_rows, 128, 128, FORM)
-        first += tl.num_programs(0)
-        found = tl.max(live.to(tl.int32), 0) > 0
-        more = found & (first < num_rows)
-        if found:
-            slot = tl.load(out_loc_ptr + row, mask=live & (row >= 0) & (row < num_tokens), other=0)
-            angle = _angle(seq_len - 128, live, rope_ptr, num_positions, D, ROPE)
-            pooled = _pool_c128_window(row, buffer_len, page_1, live, *source, 0, D, D, LANES, STAGES)
-            value = _rotate(_norm(pooled, weight, eps, D), angle, 1, D, ROPE)
-            _store_entries(
-                value, slot, live, data_ptr, extra_ptr, num_slots, FORMAT, INDEXER, PAGE, PAGE_BYTES, 1, D, LOG_D, ROPE
-            )
+        pooled = _pool_c128_window(*window, *source, 0, D, D, LANES, STAGES)[None, :]
+        value = _rotate(_norm(pooled, weight, eps, D), angle, 1, D, ROPE)
+        _store_entries(
+            value,
+            slot + one,
+            one == 0,
+            data_ptr,
+            extra_ptr,
+            num_slots,
+            FORMAT,
+            INDEXER,
+            PAGE,
+            PAGE_BYTES,
+            1,
+            D,
+            LOG_D,
+            ROPE,
+        )
 
 
 @triton.jit(
