@@ -144,7 +144,7 @@ class BucketBuffers:
                 self._add_plan(f"c{ratio}.write", WRITE.itemsize, device)
         if key.mode in PREFILL_MODES:
             self.tensors["header"] = torch.zeros(len(HEADER_FIELDS), dtype=torch.int32, device=device)
-            self.tensors["header"].narrow(0, HEADER_FIELDS.index("is_uniform"), 1).fill_(1)  # no copy the host waits for
+            self.tensors["header"].narrow(0, HEADER_FIELDS.index("is_uniform"), 1).fill_(1)
 
     @property
     def nbytes(self) -> int:
