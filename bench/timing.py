@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -84,8 +85,20 @@ def count_launches(fn: Callable[[], object]) -> int:
 
     Call it after everything is timed: once a profiler has run in a process, every launch takes longer.
     """
+    return len(_gpu_events(fn))
+
+
+def kernel_us(fn: Callable[[], object], names: Sequence[str]) -> float:
+    """GPU microseconds of the kernels with these names in one call of `fn`, in graphs that it replays, too.
+
+    Call it after everything is timed, as `count_launches`.
+    """
+    return sum(event.device_time_total for event in _gpu_events(fn) if event.name in names)
+
+
+def _gpu_events(fn: Callable[[], object]) -> list[Any]:
     torch.cuda.synchronize()
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
         fn()
         torch.cuda.synchronize()
-    return sum(event.device_type == torch.autograd.DeviceType.CUDA for event in profile.events())
+    return [event for event in profile.events() if event.device_type == torch.autograd.DeviceType.CUDA]

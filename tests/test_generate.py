@@ -6,6 +6,7 @@ import re
 import subprocess
 import sys
 from functools import cache
+from importlib import import_module
 from pathlib import Path
 
 import numpy as np
@@ -18,6 +19,7 @@ pytest.importorskip("transformers", minversion="5.17")
 from dsv4_backend import CacheSize, ForwardMode
 from dsv4_backend.cli import app
 from dsv4_examples.hf_dsv4.engine import Engine
+from dsv4_examples.hf_dsv4.measure import METADATA_KERNELS, metadata_us, warm_up
 from dsv4_examples.hf_dsv4.reference import Reference, compare
 from dsv4_examples.hf_dsv4.scheduler import Step
 from hf_harness import Case, case, each_device, each_model
@@ -187,6 +189,37 @@ def test_the_host_waits_for_tokens_alone(drafts: int, monkeypatch: pytest.Monkey
     finally:
         torch.cuda.set_sync_debug_mode("default")
     assert served.check(engine, requests) == 0
+
+
+def test_warm_up_is_forgotten() -> None:
+    served = case("small", "cpu")
+    for max_len, chunk_size in ((2, 64), (3, 64), (300, 64)):
+        engine = served.engine(max_requests=2, max_len=max_len, chunk_size=chunk_size)
+        warm_up(engine)
+        assert not engine.statistics.steps
+        request = engine.add(served.tokens(1), max_len - 1)
+        engine.run()
+        assert served.check(engine, [request]) == 0
+        assert engine.statistics.tokens == max_len - 1
+
+
+def test_metadata_kernels_are_named() -> None:
+    modules = [import_module(f"dsv4_triton_kernels.{name}") for name in ("metadata", "planner", "planner_chunked")]
+    names = {name for module in modules for name in vars(module) if re.fullmatch(r"_(build|plan)\w*_kernel", name)}
+    assert names == set(METADATA_KERNELS)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("drafts", [0, 3])
+def test_metadata_in_a_graph_takes_little(drafts: int) -> None:
+    served = case("small", "cuda")
+    engine = served.engine(max_requests=64, chunk_size=512, drafts=drafts)
+    engine.speculation = Guesses(served, drafts)
+    warm_up(engine)
+    assert not engine.statistics.tokens
+    samples = metadata_us(engine)
+    assert len(samples) == 5
+    assert 0 < samples[0] <= 10  # the least: other tests may keep the GPU busy
 
 
 def test_comparison_goes_on_where_logits_are_close() -> None:

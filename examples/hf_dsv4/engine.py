@@ -86,6 +86,7 @@ class Engine:
     Attributes:
         speculation: makes the drafts; to be set before the first step if `num_drafts` is not 0.
         scheduler, backend, statistics: as the names say.
+        max_requests, max_len, chunk_size, num_drafts: as given.
 
     Raises:
         ValueError: an argument is not as above, or does not go with the model.
@@ -121,7 +122,7 @@ class Engine:
         if longest > model.cfg.max_position:
             raise ValueError(f"max_len: expected at most {model.cfg.max_position - num_drafts}, got {max_len}")
         self.model, self.num_drafts, self.device = model, num_drafts, model.device
-        self.max_len = max_len
+        self.max_requests, self.max_len, self.chunk_size = max_requests, max_len, chunk_size
         size = size or CacheSize.for_requests(
             model.cfg, geom, num_requests=max_requests, max_seq_len=longest, chunk_size=chunk_size + max_requests
         )
