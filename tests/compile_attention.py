@@ -35,8 +35,9 @@ def attention_cases(major: int) -> Iterator[KernelCase]:
             one = attention_attend.entry_constants(layouts[0], None) | block | dict.fromkeys((*PARTIAL, *ABSENT))
             yield attention_attend._attend_entries_kernel, "", one, types
             continue
-        combine = {"D": dim, "ROPE": rope, "num_warps": 4 if dim > 128 else 1, "PDL": True}
-        yield attention_combine._combine_splits_kernel, "", combine, types
+        for splits in (2, 4, 64):
+            combine = {"D": dim, "ROPE": rope, **attention_combine.combine_sizes(splits, dim), "PDL": True}
+            yield attention_combine._combine_splits_kernel, "", combine, types
 
 
 def index_cases() -> Iterator[KernelCase]:

@@ -21,8 +21,8 @@ FEW_HEADS_SIZES = dict(BLOCK_H=16, BLOCK_N=32, STAGES=2, num_warps=4)
 # Of more than 128 channels and more than 16 heads. Shared memory holds the queries, and the entries of as many steps as
 # there are stages: up to 227 KiB on Hopper and data center Blackwell (major 9 and 10), 99 KiB elsewhere.
 SIZES = {
-    (9, "bf16"): dict(BLOCK_H=64, BLOCK_N=32, STAGES=4, num_warps=8),
-    (9, "fp8"): dict(BLOCK_H=64, BLOCK_N=32, STAGES=3, num_warps=8),
+    (9, "bf16"): dict(BLOCK_H=64, BLOCK_N=64, STAGES=2, num_warps=8),
+    (9, "fp8"): dict(BLOCK_H=64, BLOCK_N=64, STAGES=1, num_warps=8),
     (10, "bf16"): dict(BLOCK_H=64, BLOCK_N=32, STAGES=3, num_warps=8),
     (10, "fp8"): dict(BLOCK_H=64, BLOCK_N=32, STAGES=3, num_warps=8),
     (0, "bf16"): dict(BLOCK_H=32, BLOCK_N=32, STAGES=2, num_warps=8),

@@ -9,6 +9,7 @@ import triton
 import triton.language as tl
 
 from dsv4_triton_kernels.attention_entries import (
+    _load_angles,
     _load_entries,
     _load_sink,
     _log_sum,
@@ -160,12 +161,19 @@ def _attend_entries_kernel(
         )
         logit = tl.dot(q, tl.trans(entries), input_precision="ieee") * scale
         logit = tl.where(live[None, :], logit, float("-inf"))
-        above = tl.maximum(most, tl.max(logit, 1))
-        weight = tl.exp2(logit - above[:, None])
-        shrink = tl.exp2(most - above)
-        # The denominator takes weights as they are, the values take rounded ones.
-        total = total * shrink + tl.sum(weight, 1)
-        value = tl.dot(_operand(weight, FORMAT), entries, value * shrink[:, None], input_precision="ieee")
+        above, shrink = most, most
+        weight = _operand(logit, FORMAT)
+        # Always so. Where Triton sees that one product follows from another, it gives all warps to the heads of the
+        # first one, and those that there are too many of repeat the work of others. The branch, which is gone in the
+        # end, keeps it from seeing that.
+        if block < last:
+            above = tl.maximum(most, tl.max(logit, 1))
+            exact = tl.exp2(logit - above[:, None])
+            shrink = tl.exp2(most - above)
+            # The denominator takes weights as they are, the values take rounded ones.
+            total = total * shrink + tl.sum(exact, 1)
+            weight = _operand(exact, FORMAT)
+        value = tl.dot(weight, entries, value * shrink[:, None], input_precision="ieee")
         most = above
 
     if partial_ptr is None:
@@ -173,8 +181,9 @@ def _attend_entries_kernel(
             log_sum = _log_sum(total, most) * 0.6931471805599453
             tl.store(lse_ptr + row * num_heads + head, log_sum, mask=live_head)
         value = _normed(value, total, most, _load_sink(sink_ptr, head, live_head))
-        target = (position_ptr, rope_ptr, num_positions, out_ptr, out_stride_row, out_stride_head)
-        _store_results(value, row, head, live_head, *target, D, ROPE, BLOCK_H)
+        cos, sin = _load_angles(row, position_ptr, rope_ptr, num_positions, ROPE)
+        target = (out_ptr, out_stride_row, out_stride_head)
+        _store_results(value, row, head, live_head, cos, sin, *target, D, ROPE, BLOCK_H, rope_ptr is not None)
     else:
         place = (row * num_splits + split) * num_heads + head
         tl.store(partial_lse_ptr + place, _log_sum(total, most), mask=live_head)

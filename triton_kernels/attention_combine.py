@@ -9,13 +9,13 @@ import triton
 import triton.language as tl
 
 from dsv4_triton_kernels.attention_attend import _LOWEST, kinds
-from dsv4_triton_kernels.attention_entries import _load_sink, _log_sum, _normed, _store_results
+from dsv4_triton_kernels.attention_entries import _load_angles, _load_sink, _log_sum, _normed, _store_results
 from dsv4_triton_kernels.common import Launcher, pdl_options
 
 MAX_SPLITS = 64
 _MAX_SPLITS = tl.constexpr(MAX_SPLITS)
-# Splits whose results are loaded at once.
-_STEP = tl.constexpr(16)
+RESULTS = 16
+"""Results that a program loads at once: of as many splits as there are, and of more heads where these are few."""
 
 
 @triton.jit(
@@ -37,40 +37,52 @@ def _combine_splits_kernel(
     num_splits,
     D: tl.constexpr,
     ROPE: tl.constexpr,
+    HEADS: tl.constexpr,  # of a program
+    SPLITS: tl.constexpr,  # whose results are loaded at once
     PDL: tl.constexpr,
 ):
-    """One head of one row; its splits are added up in their order."""
+    """HEADS heads of one row; their splits are added up in order."""
+    program, head_blocks = tl.program_id(0), tl.cdiv(num_heads, HEADS)
+    row = (program // head_blocks).to(tl.int64)
+    head = program % head_blocks * HEADS + tl.arange(0, HEADS)
+    live = head < num_heads
+    # What stands before the wait reads what the launch before this one only reads, too, and waited for.
+    sink = _load_sink(sink_ptr, head, live)
+    cos, sin = _load_angles(row, position_ptr, rope_ptr, num_positions, ROPE)
     if PDL:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
-    program = tl.program_id(0)
-    row = (program // num_heads).to(tl.int64)
-    head = program % num_heads + tl.arange(0, 1)
-    live = head < num_heads
-    place = row * num_splits * num_heads + program % num_heads
-    every = tl.arange(0, _MAX_SPLITS)
-    log_sum = tl.load(partial_lse_ptr + place + every * num_heads, mask=every < num_splits, other=float("-inf"))
-    most = tl.maximum(tl.max(log_sum[None, :], 1), _LOWEST)
-    total = tl.sum(tl.exp2(log_sum[None, :] - most[:, None]), 1)
-    value = tl.zeros([D], tl.float32)
-    for start in range(0, num_splits, _STEP):
-        split = start + tl.arange(0, _STEP)
-        at = place + split * num_heads
-        part = tl.load(partial_lse_ptr + at, mask=split < num_splits, other=float("-inf"))
+    place = row * num_splits * num_heads + head
+    every = tl.arange(0, _MAX_SPLITS)[None, :]
+    known = live[:, None] & (every < num_splits)
+    log_sum = tl.load(partial_lse_ptr + place[:, None] + every * num_heads, mask=known, other=float("-inf"))
+    most = tl.maximum(tl.max(log_sum, 1), _LOWEST)
+    total = tl.sum(tl.exp2(log_sum - most[:, None]), 1)
+    value = tl.zeros([HEADS, D], tl.float32)
+    for start in range(0, num_splits, SPLITS):
+        split = start + tl.arange(0, SPLITS)[None, :]
+        at = place[:, None] + split * num_heads
+        part = tl.load(partial_lse_ptr + at, mask=live[:, None] & (split < num_splits), other=float("-inf"))
         result = tl.load(
-            partial_ptr + (at * D)[:, None] + tl.arange(0, D)[None, :],
-            mask=(part != float("-inf"))[:, None],
+            partial_ptr + (at * D)[:, :, None] + tl.arange(0, D)[None, None, :],
+            mask=(part != float("-inf"))[:, :, None],
             other=0.0,
         )
-        value += tl.sum(result * tl.exp2(part - most)[:, None], 0)
+        value += tl.sum(result * tl.exp2(part - most[:, None])[:, :, None], 1)
     if lse_ptr is not None:
         tl.store(lse_ptr + row * num_heads + head, _log_sum(total, most) * 0.6931471805599453, mask=live)
-    value = _normed(value[None, :], total, most, _load_sink(sink_ptr, head, live))
-    target = (position_ptr, rope_ptr, num_positions, out_ptr, out_stride_row, out_stride_head)
-    _store_results(value, row, head, live, *target, D, ROPE, 1)
+    value = _normed(value, total, most, sink)
+    target = (out_ptr, out_stride_row, out_stride_head)
+    _store_results(value, row, head, live, cos, sin, *target, D, ROPE, HEADS, rope_ptr is not None)
 
 
 _combine = Launcher(_combine_splits_kernel)
+
+
+def combine_sizes(num_splits: int, head_dim: int) -> dict[str, int]:
+    """Heads of a program, splits that it loads at once, and its warps."""
+    splits = min(RESULTS, triton.next_power_of_2(num_splits))
+    return dict(HEADS=RESULTS // splits, SPLITS=splits, num_warps=4 if head_dim > 128 else 1)
 
 
 def combine_splits(
@@ -91,11 +103,12 @@ def combine_splits(
     """
     rows, heads, dim = shape
     device = partial[0].device
+    sizes = combine_sizes(num_splits, dim)
     args = (*partial, *target, heads, num_splits)
     _combine(
         device,
-        (dim, layout.rope_dim, kinds(args)),
-        (rows * heads,),
+        (dim, layout.rope_dim, sizes["HEADS"], kinds(args)),
+        (rows * -(-heads // sizes["HEADS"]),),
         args,
-        lambda: dict(D=dim, ROPE=layout.rope_dim, num_warps=4 if dim > 128 else 1, **pdl_options(device)),
+        lambda: dict(D=dim, ROPE=layout.rope_dim, **sizes, **pdl_options(device)),
     )

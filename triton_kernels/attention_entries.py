@@ -150,35 +150,61 @@ def _log_sum(total, most):
 
 
 @triton.jit
+def _load_angles(row, position_ptr, rope_ptr, num_positions, ROPE: tl.constexpr):
+    """cos and sin, [1, W // 2] each, that turn the last W channels at a row's position; 0 where there is no table.
+
+    W is the power of 2 from ROPE on; the channels before the last ROPE do not turn, and have 0, too.
+    """
+    PAIRS: tl.constexpr = triton.next_power_of_2(ROPE) // 2
+    pair = tl.arange(0, PAIRS)[None, :] - (PAIRS - ROPE // 2)
+    if rope_ptr is None:
+        return pair * 0.0, pair * 0.0
+    else:
+        position = tl.load(position_ptr + row).to(tl.int64) + tl.zeros([1, PAIRS], tl.int64)
+        known = (pair >= 0) & (position >= 0) & (position < num_positions)
+        place = rope_ptr + position * ROPE + 2 * pair
+        return tl.load(place, mask=known, other=0.0), tl.load(place + 1, mask=known, other=0.0)
+
+
+@triton.jit
 def _store_results(
     value,  # float32 [H, D]
     row,  # int64
     head,  # [H]
     live,  # [H]
-    position_ptr,  # int32 or int64 [T]
-    rope_ptr,  # float32 [num_positions, ROPE], or None
-    num_positions,
+    cos,  # of _load_angles
+    sin,
     out_ptr,  # [T, num_heads, D]
     out_stride_row,  # in units of 8 elements
     out_stride_head,
     D: tl.constexpr,
     ROPE: tl.constexpr,
     H: tl.constexpr,
+    TURN: tl.constexpr,  # whether to turn at all
 ):
     """Rounds, turns back and stores results of one row."""
-    channel = tl.arange(0, D)
+    channel = tl.arange(0, D)[None, :]
     dtype: tl.constexpr = out_ptr.dtype.element_ty
     value = _rounded(value, dtype)
-    if rope_ptr is not None:
-        position = tl.load(position_ptr + row).to(tl.int64) + tl.zeros([D], tl.int64)
-        known = (channel >= D - ROPE) & (position >= 0) & (position < num_positions)
-        angle = tl.load(rope_ptr + position * ROPE + (channel - (D - ROPE)), mask=known, other=0.0)
-        # (cos, sin) lie as the pairs do, so both split alike.
-        cos, sin = tl.split(tl.reshape(angle, [1, D // 2, 2]))
-        even, odd = tl.split(tl.reshape(value, [H, D // 2, 2]))
-        turned = tl.reshape(tl.join(even * cos + odd * sin, odd * cos - even * sin), [H, D])
-        value = _rounded(tl.where(channel[None, :] >= D - ROPE, turned, value), dtype)
+    place = out_ptr + ((row * out_stride_row + head.to(tl.int64) * out_stride_head) * 8)[:, None]
+    if TURN:
+        # The last channels on their own, so that the others need not be taken apart.
+        WIDTH: tl.constexpr = triton.next_power_of_2(ROPE)
+        GROUPS: tl.constexpr = D // WIDTH
+        group, last = tl.arange(0, GROUPS)[None, :, None], tl.arange(0, WIDTH)[None, :]
+        end = tl.sum(tl.where(group == GROUPS - 1, tl.reshape(value, [H, GROUPS, WIDTH]), 0.0), 1)
+        even, odd = tl.split(tl.reshape(end, [H, WIDTH // 2, 2]))
+        turned = tl.reshape(tl.join(even * cos + odd * sin, odd * cos - even * sin), [H, WIDTH])
+        end = _narrowed(_rounded(tl.where(last >= WIDTH - ROPE, turned, end), dtype), dtype)
+        tl.store(place + (D - WIDTH) + last, end, mask=live[:, None])
+        tl.store(place + channel, _narrowed(value, dtype), mask=live[:, None] & (channel < D - WIDTH))
+    else:
+        tl.store(place + channel, _narrowed(value, dtype), mask=live[:, None])
+
+
+@triton.jit
+def _narrowed(value, dtype: tl.constexpr):
+    """float32 values of `dtype`, as `dtype`: float32 or bfloat16."""
     if dtype == tl.bfloat16:
         value = (value.to(tl.int32, bitcast=True) >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True)
-    place = (row * out_stride_row + head.to(tl.int64) * out_stride_head) * 8
-    tl.store(out_ptr + place[:, None] + channel[None, :], value, mask=live[:, None])
+    return value
