@@ -11,7 +11,7 @@ import torch
 from dsv4_backend.compressor import compress, store_window
 from dsv4_backend.config import DSV4Config
 from dsv4_backend.geometry import CacheGeometry
-from dsv4_backend.layouts import EntryLayout, EntryPool, bias_rows, state_rows, state_width
+from dsv4_backend.layouts import EntryLayout, EntryPool, bias_shape, state_rows, state_width
 from dsv4_backend.planner import plan_decode, plan_prefill
 from dsv4_backend.plans import DecodePlans, PrefillPlan
 from dsv4_backend.rope import rope_table
@@ -106,7 +106,7 @@ class Inputs:
         rows = state_rows(self.geom, case.ratio, num_window_pages=self.num_pages, num_requests=size + 1)
         self.kv = torch.randn((case.num_rows, width), device=device)
         self.state = torch.randn((rows, width), device=device)
-        self.bias = torch.randn((bias_rows(case.ratio), dim), device=device)
+        self.bias = torch.randn(bias_shape(case.ratio, dim), device=device)
 
     @property
     def nbytes(self) -> int:

@@ -108,13 +108,16 @@ class _Calls:
         else:
             self._lists = (plan.rows,)  # type: ignore[union-attr]
         self.pooled = torch.zeros((len(self._lists[0]), case.head_dim), device=pool.device)
+        # In the order of the tokens that an entry reads: ratio 4 has the half for the next group first.
+        halves = inputs.bias.chunk(2, dim=1) if case.ratio == 4 else (inputs.bias,)
+        self._bias = torch.cat(halves)
 
     def compress(self) -> None:
         inputs = self._inputs
         if self._decode:
-            self._module.decode(self._state, inputs.kv, self.pooled, inputs.bias, self._lists[0])
+            self._module.decode(self._state, inputs.kv, self.pooled, self._bias, self._lists[0])
         else:
-            self._script.compress(self._module, self._state, inputs.kv, inputs.bias, *self._lists, self.pooled)
+            self._script.compress(self._module, self._state, inputs.kv, self._bias, *self._lists, self.pooled)
 
     def store(self) -> None:
         inputs = self._inputs

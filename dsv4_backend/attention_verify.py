@@ -22,7 +22,7 @@ from dsv4_backend.batch import ForwardMode, RawBatch
 from dsv4_backend.cache import CacheSize, DSV4Cache, LayerCache
 from dsv4_backend.geometry import CacheGeometry
 from dsv4_backend.layer_writer import CompressorWeights, LayerWriter
-from dsv4_backend.layouts import EntryPool, arrange_bias
+from dsv4_backend.layouts import EntryPool
 from dsv4_backend.metadata import AttnMetadata
 from dsv4_backend.metadata_builder import MetadataBuilder
 from dsv4_backend.page_pool import PagePool
@@ -239,7 +239,7 @@ def golden_writer(golden: AttentionGolden, cache: LayerCache, impl: str, device:
     """What stores the golden's layer into `cache`."""
 
     def weights(prefix: str) -> CompressorWeights:
-        bias = arrange_bias(golden.tensor(f"w_{prefix}_ape", device), golden.ratio)
+        bias = golden.tensor(f"w_{prefix}_ape", device)
         return CompressorWeights(bias, golden.tensor(f"w_{prefix}_norm", device))
 
     return LayerWriter(

@@ -10,7 +10,7 @@ import torch
 
 from dsv4_backend import dispatch
 from dsv4_backend.geometry import RATIOS
-from dsv4_backend.layouts import STATE_DTYPE, EntryPool, bias_rows, state_width
+from dsv4_backend.layouts import STATE_DTYPE, EntryPool, bias_shape, state_width
 from dsv4_backend.plans import DecodePlans, PrefillPlan
 from dsv4_backend.validation import INT_DTYPES, expect_aligned, expect_dense, expect_tensor, expect_type
 
@@ -38,15 +38,16 @@ def compress(
             row for each of the step's, padding included: width 4 d for ratio 4 (values for the next group, values for
             the own group, scores for the next, scores for the own), 2 d for ratio 128 (values, scores).
         state: float32 [rows, width], contiguous, on a 16-byte boundary, whole groups of `ratio` rows: the rings
-            (`layouts.state_rows`). Read and written. Rows are kept as they are in `kv_score`.
+            (`layouts.state_rows`), one at least for each request of the plan. Read and written. Rows are kept as they
+            are in `kv_score`.
         plans: the step's plans, of this ratio at least: PrefillPlan or DecodePlans, of T rows. A prefill plan may have
             room for more.
         ratio: 4 or 128.
         pool: where the entries go. Indexer keys are Hadamard-transformed unless it holds float32.
         out_loc: int64 [T], contiguous: slot of the entry that row t completes (`AttnMetadata.c4_out_loc` or
             `c128_out_loc`). Slot 0, negative slots and slots beyond the pool are not stored.
-        bias: float32 [w, d], contiguous, w = 8 for ratio 4 (`layouts.arrange_bias`) or 128: added to the scores of
-            each token of the read window.
+        bias: float32 [4, 2 d] for ratio 4 (for the next group, for the own), [128, d] for ratio 128, contiguous, on a
+            16-byte boundary: what checkpoints call ape, added to the scores of each token of a group.
         norm_weight: float32 [d], contiguous.
         rope: float32 [positions, rope_dim], contiguous (`rope.rope_table` of the layer). An entry turns by the position
             of its group's first token.
@@ -70,10 +71,10 @@ def compress(
     rows = _check_rows("kv_score", kv_score, (STATE_DTYPE,), state_width(ratio, layout.head_dim), device)
     _check_plans(plans, ratio, rows, device)
     expect_dense("state", state, (STATE_DTYPE,), (None, state_width(ratio, layout.head_dim)), device, aligned=True)
-    if state.shape[0] % ratio:
-        raise ValueError(f"state: expected a multiple of {ratio} rows, got {state.shape[0]}")
+    if state.shape[0] % ratio or not state.shape[0]:
+        raise ValueError(f"state: expected a multiple of {ratio} rows, at least that many, got {state.shape[0]}")
     expect_dense("out_loc", out_loc, (torch.int64,), (rows,), device)
-    expect_dense("bias", bias, (torch.float32,), (bias_rows(ratio), layout.head_dim), device, aligned=True)
+    expect_dense("bias", bias, (torch.float32,), bias_shape(ratio, layout.head_dim), device, aligned=True)
     _check_norm_rope(norm_weight, rope, eps, pool)
     dispatch.compressor(impl, device).compress(
         kv_score=kv_score,

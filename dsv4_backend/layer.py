@@ -16,7 +16,7 @@ from dsv4_backend.indexer import IndexQuery, index_query, select_entries
 from dsv4_backend.layer_products import float32_product, join, joint, norm_rope_heads, rms_norm, shared_rope_table
 from dsv4_backend.layer_weights import collect_weights, layer_weights
 from dsv4_backend.layer_writer import CompressorWeights, LayerWriter
-from dsv4_backend.layouts import arrange_bias, state_width
+from dsv4_backend.layouts import state_width
 from dsv4_backend.metadata import AttnMetadata
 from dsv4_backend.validation import expect_tensor, expect_type
 
@@ -266,9 +266,7 @@ class DSV4Attention(nn.Module):
         return f"ratio={self.ratio}, impl={self.impl!r}, dtype={self.dtype}"
 
     def _compressor(self, name: str) -> CompressorWeights:
-        return CompressorWeights(
-            arrange_bias(self.get_parameter(f"{name}_ape"), self.ratio), self.get_parameter(f"{name}_norm")
-        )
+        return CompressorWeights(self.get_parameter(f"{name}_ape"), self.get_parameter(f"{name}_norm"))
 
     def _joined(self) -> list[list[nn.Parameter]]:
         """The projections of each row of `_JOINED` that the layer has."""

@@ -17,7 +17,7 @@ class CompressorWeights:
     """What compression needs beside the projections.
 
     Args:
-        bias: float32 [w, d]: position bias by token of the read window (`layouts.arrange_bias`).
+        bias: float32 [4, 2 d] for ratio 4, [128, d] for ratio 128: position bias by token of a group.
         norm: float32 [d].
     """
 

@@ -11,7 +11,7 @@ from functools import cached_property
 
 import torch
 
-from dsv4_backend.geometry import READ_WINDOW, CacheGeometry
+from dsv4_backend.geometry import CacheGeometry
 from dsv4_backend.validation import expect_aligned, expect_tensor, expect_type
 
 FORMATS = ("fp32", "bf16", "fp8")
@@ -191,24 +191,9 @@ def state_rows(geom: CacheGeometry, ratio: int, *, num_window_pages: int, num_re
     return {4: num_window_pages, 128: num_requests}[ratio] * geom.ring(ratio)
 
 
-def bias_rows(ratio: int) -> int:
-    """Rows of a position bias: one for each token of the read window."""
-    return READ_WINDOW[ratio]
+def bias_shape(ratio: int, head_dim: int) -> tuple[int, int]:
+    """Shape of a position bias, as checkpoints have it: a row for each token of a group.
 
-
-def arrange_bias(bias: torch.Tensor, ratio: int) -> torch.Tensor:
-    """A checkpoint's position bias in the order that compression reads it: [w, head_dim], w = 8 or 128.
-
-    Ratio 4: [4, 2 * head_dim] becomes [8, head_dim]: rows 0 to 3 are the half for the next group, 4 to 7 that for the
-    own one, which is the order of the read window. Ratio 128: as it is.
-
-    Raises:
-        ValueError: `bias` is not [ratio, channels].
+    Ratio 4: [4, 2 * head_dim], the half for the next group, then that for the own one. Ratio 128: [128, head_dim].
     """
-    if bias.ndim != 2 or bias.shape[0] != ratio:
-        raise ValueError(f"bias: expected {ratio} rows and 2 dimensions, got shape {list(bias.shape)}")
-    if ratio == 128:
-        return bias.contiguous()
-    from einops import rearrange
-
-    return rearrange(bias, "token (half channel) -> (half token) channel", half=2).contiguous()
+    return {4: (4, 2 * head_dim), 128: (128, head_dim)}[ratio]

@@ -11,7 +11,7 @@ import torch
 
 from dsv4_backend import CacheGeometry, CacheSize, DSV4Config, ForwardMode, LayerCache, MetadataBuilder, RawBatch
 from dsv4_backend.layer_writer import CompressorWeights, LayerWriter
-from dsv4_backend.layouts import bias_rows, state_width
+from dsv4_backend.layouts import bias_shape, state_width
 from dsv4_backend.page_pool import PagePool
 from dsv4_backend.reference.kv_store import load_entries
 from dsv4_backend.rope import rope_table
@@ -132,7 +132,7 @@ class Harness:
         return torch.randn(shape, generator=self.generator).to(self.device)
 
     def _weights(self, head_dim: int) -> CompressorWeights:
-        return CompressorWeights(self.random(bias_rows(self.ratio), head_dim), self.random(head_dim).abs() + 0.5)
+        return CompressorWeights(self.random(*bias_shape(self.ratio, head_dim)), self.random(head_dim).abs() + 0.5)
 
     def streams(self, count: int) -> dict[str, torch.Tensor]:
         """Rows of `count` tokens, as `LayerWriter.write` takes them."""
@@ -259,7 +259,7 @@ def _padded(rows: torch.Tensor, padding: int) -> torch.Tensor:
 
 def pool_tokens(rows: torch.Tensor, bias: torch.Tensor, ratio: int) -> torch.Tensor:
     """[T // ratio, head_dim]: entry by entry, token by token, as the model defines them."""
-    dim = bias.shape[1]
+    dim = bias.shape[1] // (2 if ratio == 4 else 1)
     entries = []
     for entry in range(len(rows) // ratio):
         values, scores = [], []
@@ -268,7 +268,7 @@ def pool_tokens(rows: torch.Tensor, bias: torch.Tensor, ratio: int) -> torch.Ten
             if ratio == 4:
                 half = dim if own else 0
                 values.append(rows[token, half : half + dim])
-                scores.append(rows[token, 2 * dim + half : 3 * dim + half] + bias[4 * own + token % 4])
+                scores.append(rows[token, 2 * dim + half : 3 * dim + half] + bias[token % 4, half : half + dim])
             else:
                 values.append(rows[token, :dim])
                 scores.append(rows[token, dim:] + bias[token % 128])

@@ -28,7 +28,6 @@ from dsv4_backend import (
 )
 from dsv4_backend.attention_exact import exact_output
 from dsv4_backend.attention_verify import poison
-from dsv4_backend.layouts import arrange_bias
 from dsv4_backend.reference.kv_store import load_entries
 from dsv4_backend.table_mirror import TableMirror
 
@@ -185,7 +184,7 @@ class Served:
     ) -> torch.Tensor:
         ratio = self.cache.ratio
         scores = torch.cat((x @ weights[f"{name}_wkv"].T, x @ weights[f"{name}_wgate"].T), dim=1)
-        pooled = pool_tokens(scores, arrange_bias(weights[f"{name}_ape"].float(), ratio).double(), ratio)
+        pooled = pool_tokens(scores, weights[f"{name}_ape"].double(), ratio)
         return norm_rope(pooled, weights[f"{name}_norm"], torch.arange(len(pooled)) * ratio, rope)
 
     def _chosen(

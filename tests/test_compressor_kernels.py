@@ -9,7 +9,7 @@ import torch
 
 from backends import each_backend, each_compiled_backend, each_triton_backend
 from dsv4_backend import CacheGeometry, EntryLayout, EntryPool, RequestTables, compress, plan_decode, plan_prefill
-from dsv4_backend.layouts import bias_rows, state_width
+from dsv4_backend.layouts import bias_shape, state_width
 from dsv4_backend.plans import INVALID_PACKED_WORDS, INVALID_WRITE_WORDS
 from dsv4_backend.reference.kv_store import load_entries
 
@@ -43,7 +43,7 @@ def arguments(ratio: int, device: str, rows: int, seed: int = 0, head: tuple[int
         ratio=ratio,
         pool=EntryPool.empty(layout, PAGES, device),
         out_loc=torch.zeros(rows, dtype=torch.int64, device=device),
-        bias=random(bias_rows(ratio), head[0]),
+        bias=random(*bias_shape(ratio, head[0])),
         norm_weight=random(head[0]).abs() + 0.5,
         rope=random(COLUMNS, head[1]),
     )
@@ -239,7 +239,7 @@ def changes() -> dict[str, tuple[dict[str, Any], str]]:
         "dtype": (dict(kv_score=torch.zeros(2, 128).bfloat16()), "kv_score: expected dtype float32, got bfloat16"),
         "state": (dict(state=torch.zeros(8, 64)), r"state: expected a contiguous tensor of shape \['any', 128\]"),
         "slots": (dict(out_loc=torch.zeros(2, dtype=torch.int32)), "out_loc: expected dtype int64, got int32"),
-        "bias": (dict(bias=torch.zeros(4, 64)), r"bias: expected a contiguous tensor of shape \[8, 32\]"),
+        "bias": (dict(bias=torch.zeros(8, 32)), r"bias: expected a contiguous tensor of shape \[4, 64\]"),
         "impl": (dict(impl="fast"), "impl: expected one of"),
     }
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from dsv4_backend import CacheGeometry, EntryLayout, EntryPool
-from dsv4_backend.layouts import arrange_bias, bias_rows, state_rows, state_width
+from dsv4_backend.layouts import bias_shape, state_rows, state_width
 
 
 @pytest.mark.parametrize(("entries", "page_bytes"), [(256, 149_760), (128, 74_880), (64, 37_440), (2, 1728)], ids=str)
@@ -36,18 +36,7 @@ def test_state() -> None:
     geom = CacheGeometry.for_drafts(4)
     assert state_rows(geom, 4, num_window_pages=10, num_requests=3) == 160
     assert state_rows(geom, 128, num_window_pages=10, num_requests=3) == 768
-    assert [bias_rows(4), bias_rows(128)] == [8, 128]
-
-
-def test_bias_of_ratio_4_follows_the_read_window() -> None:
-    bias = torch.arange(24).view(4, 6)
-    arranged = arrange_bias(bias, 4)
-    assert arranged.shape == (8, 3)
-    assert torch.equal(arranged[:4], bias[:, :3])
-    assert torch.equal(arranged[4:], bias[:, 3:])
-    assert torch.equal(arrange_bias(torch.zeros(128, 5), 128), torch.zeros(128, 5))
-    with pytest.raises(ValueError, match=r"bias: expected 4 rows and 2 dimensions, got shape \[8, 3\]"):
-        arrange_bias(arranged, 4)
+    assert [bias_shape(4, 512), bias_shape(128, 512)] == [(4, 1024), (128, 512)]
 
 
 BAD_LAYOUTS = {

@@ -38,7 +38,8 @@ def _load_c4_row(
 
 @triton.jit
 def _load_bias(i: tl.constexpr, bias_ptr, D: tl.constexpr):
-    return tl.load(bias_ptr + i * D + tl.arange(0, D)[None, :])
+    """Bias of token `i` of the read window, [1, D]: the half for the next group, or for the own one."""
+    return tl.load(bias_ptr + (i % 4 * 2 + i // 4) * D + tl.arange(0, D)[None, :])
 
 
 @triton.jit
@@ -138,7 +139,7 @@ def _compress_c4_kernel(
     num_rows,
     header_ptr,  # int32 [8]: the plan's; not read for decode
     out_loc_ptr,  # int64 [num_tokens]
-    bias_ptr,  # float32 [8, D]
+    bias_ptr,  # float32 [4, 2 * D]
     weight_ptr,  # float32 [D]
     eps,
     rope_ptr,  # float32 [num_positions, ROPE]

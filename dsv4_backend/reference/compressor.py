@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import torch
-from einops import reduce
+from einops import rearrange, reduce
 
 from dsv4_backend.geometry import READ_WINDOW
 from dsv4_backend.layouts import EntryPool
@@ -93,7 +93,8 @@ def pool_windows(windows: torch.Tensor, entries: Entries, bias: torch.Tensor, ra
         # Channels: values and scores for the next group, read as the previous one, then those for the own group.
         previous_value, own_value, previous_score, own_score = windows.chunk(4, dim=-1)
         value = torch.cat((previous_value[:, :4], own_value[:, 4:]), dim=1)
-        score = torch.cat((previous_score[:, :4], own_score[:, 4:]), dim=1) + bias
+        score = torch.cat((previous_score[:, :4], own_score[:, 4:]), dim=1)
+        score = score + rearrange(bias, "token (half channel) -> (half token) channel", half=2)
         # The first group has nothing before it; what lies there may be anything.
         absent = (entries.seq_len <= 4)[:, None] & (torch.arange(8, device=value.device) < 4)
         score = score.masked_fill(absent[..., None], -torch.inf)
