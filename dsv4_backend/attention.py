@@ -5,17 +5,24 @@ The semantics live in `dsv4_backend.reference.attention`.
 
 from __future__ import annotations
 
-import math
-
 import torch
 
 from dsv4_backend import dispatch
 from dsv4_backend.layouts import EntryPool
-from dsv4_backend.validation import INT_DTYPES, expect_aligned, expect_dense, expect_tensor, expect_type
+from dsv4_backend.validation import (
+    INT_DTYPES,
+    expect_aligned,
+    expect_dense,
+    expect_separate,
+    expect_tensor,
+    expect_type,
+)
 
 QUERY_DTYPES = (torch.float32, torch.bfloat16)
 HEAD_DIMS = (16, 512)
 """The least and the most channels; a layout allows powers of two only."""
+MAX_SCALE = 1e30
+"""Kernels scale in float32, and by a little more."""
 
 
 def sparse_attention(
@@ -33,6 +40,7 @@ def sparse_attention(
     rope: torch.Tensor | None = None,
     out: torch.Tensor | None = None,
     lse: torch.Tensor | None = None,
+    compressed_rows: torch.Tensor | None = None,
     impl: str = "auto",
 ) -> torch.Tensor:
     """Attends, for each row and head, the entries of both lists; an entry is key and value at once.
@@ -53,9 +61,11 @@ def sparse_attention(
             arguments that follow, for a layer without.
         compressed_indices, compressed_lengths: the same for slots of the compressed pool, int32 [T, K]
             (`c4_sparse_page_indices` and `c4_sparse_lengths`, or `c128_page_indices` and `c128_lengths`).
+        compressed_rows: int32 [T], contiguous: row of `compressed_indices`, then [R, K], that serves row t
+            (`AttnMetadata.table_rows`); a row that is not there has no entries. None: row t serves row t.
         sink: float32 [H], contiguous: a raw logit for each head, without scale and value. +inf gives zeros; -inf, like
             None, a plain softmax.
-        scale: of the logits, finite and above 0; None: D ** -0.5.
+        scale: of the logits, above 0 and at most 1e30; None: D ** -0.5.
         positions, rope: int32 or int64 [T], contiguous, and float32 [positions, rope_dim], contiguous, on a 16-byte
             boundary (`AttnMetadata.positions` and `rope.rope_table` of the layer); both or none. Given, the last
             rope_dim channels of the result are turned back by the row's position. For a position outside of the table
@@ -99,9 +109,9 @@ def sparse_attention(
         _check_alike(compressed, window)
         if compressed_indices is None or compressed_lengths is None:
             raise ValueError("compressed: expected indices and lengths with it, got none")
-        _check_list("compressed", compressed_indices, compressed_lengths, rows, device)
-    elif compressed_indices is not None or compressed_lengths is not None:
-        raise ValueError("compressed: expected a pool for its indices and lengths, got none")
+        _check_list("compressed", compressed_indices, compressed_lengths, rows, device, compressed_rows)
+    elif any(given is not None for given in (compressed_indices, compressed_lengths, compressed_rows)):
+        raise ValueError("compressed: expected a pool for its indices, lengths and rows, got none")
     if sink is not None:
         expect_dense("sink", sink, (torch.float32,), (heads,), device)
     scale = _check_scale(scale, layout.head_dim)
@@ -113,6 +123,7 @@ def sparse_attention(
         if out.shape != q.shape:
             raise ValueError(f"out: expected shape {list(q.shape)}, got {list(out.shape)}")
         _check_rows("out", out)
+        expect_separate("out", out)
     kernels = dispatch.attention(impl, device)
     if out is None:
         out = torch.empty(q.shape, dtype=q.dtype, device=device)
@@ -125,6 +136,7 @@ def sparse_attention(
             compressed=compressed,
             compressed_indices=compressed_indices,
             compressed_lengths=compressed_lengths,
+            compressed_rows=compressed_rows,
             sink=sink,
             scale=scale,
             positions=positions,
@@ -157,10 +169,15 @@ def _check_alike(compressed: EntryPool, window: EntryPool) -> None:
         raise ValueError(f"compressed: expected a pool on {window.device}, got one on {compressed.device}")
 
 
-def _check_list(name: str, indices: object, lengths: object, rows: int, device: torch.device) -> None:
-    """An index list and its lengths."""
+def _check_list(
+    name: str, indices: object, lengths: object, rows: int, device: torch.device, list_rows: object = None
+) -> None:
+    """An index list, its lengths, and which of its rows serve which, if not their own."""
     name_indices, name_lengths = f"{name}_indices", f"{name}_lengths"
-    slots = expect_tensor(name_indices, indices, dtypes=(torch.int32,), ndim=2, size=rows, device=device)
+    size = rows if list_rows is None else None
+    slots = expect_tensor(name_indices, indices, dtypes=(torch.int32,), ndim=2, size=size, device=device)
+    if list_rows is not None:
+        expect_dense(f"{name}_rows", list_rows, (torch.int32,), (rows,), device)
     if slots.shape[1] > 1 and slots.stride(1) != 1:
         raise ValueError(f"{name_indices}: expected unit column stride, got strides {list(slots.stride())}")
     expect_dense(name_lengths, lengths, (torch.int32,), (rows,), device)
@@ -179,8 +196,8 @@ def _check_rows(name: str, tensor: torch.Tensor) -> None:
 def _check_scale(scale: object, head_dim: int) -> float:
     if scale is None:
         return float(head_dim**-0.5)
-    if isinstance(scale, bool) or not isinstance(scale, (int, float)) or not 0 < scale < math.inf:
-        raise ValueError(f"scale: expected a finite number above 0, got {scale!r}")
+    if isinstance(scale, bool) or not isinstance(scale, (int, float)) or not 0 < scale <= MAX_SCALE:
+        raise ValueError(f"scale: expected a number above 0, at most {MAX_SCALE:g}, got {scale!r}")
     return float(scale)
 
 

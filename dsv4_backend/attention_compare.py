@@ -38,7 +38,7 @@ def close(
 ) -> Finding:
     """Whether values [n, ..., channels] are the golden's, the last `rope_dim` channels within `ROPE_TOLERANCE`.
 
-    Places where `theirs` is NaN are not compared. `rows`, [n], names the rows.
+    Places where `theirs` is NaN are not compared. `rows`, [n], names the rows; there may be none.
     """
     difference = (ours.double() - theirs.double()).abs()
     split = difference.shape[-1] - rope_dim
@@ -48,10 +48,10 @@ def close(
     difference = difference.where(~theirs.isnan(), 0.0)
     if bad.any():
         return Finding(name, False, torch.inf, f"{name}{_first(bad, ours, theirs, rows)}")
-    text = f"{name} {float(difference[..., :split].max()):.1e}"
+    text = f"{name} {_largest(difference[..., :split]):.1e}"
     if rope_dim:
-        text += f" and {float(difference[..., split:].max()):.1e} where it turns"
-    return Finding(name, True, float(difference.max()), text)
+        text += f" and {_largest(difference[..., split:]):.1e} where it turns"
+    return Finding(name, True, _largest(difference), text)
 
 
 def close_by_norm(
@@ -83,6 +83,10 @@ def close_by_norm(
         text = f"{name}: expected at most {tolerance:.0e} of its norm{of}, got {size:.1e}"
         return Finding(name + of, False, torch.inf, text)
     return Finding(name + of, True, size, f"{name} {size:.1e} of its norm{of}")
+
+
+def _largest(difference: torch.Tensor) -> float:
+    return float(difference.max()) if difference.numel() else 0.0
 
 
 def _first(bad: torch.Tensor, ours: torch.Tensor, theirs: torch.Tensor, rows: torch.Tensor) -> str:

@@ -85,9 +85,9 @@ class Records:
             self._keep(selected=meta.c4_sparse_page_indices.clone())
         if self.kv != "fp32":
             lists = [(cache.window, meta.swa_page_indices, meta.swa_lengths)]
-            indices, lengths = layer.compressed_lists(meta)
+            indices, lengths, each = layer.compressed_lists(meta)
             if cache.compressed is not None and indices is not None and lengths is not None:
-                lists.append((cache.compressed, indices, lengths))
+                lists.append((cache.compressed, indices if each is None else indices[each], lengths))
             exact = exact_context(layer.made.query, lists, layer.sink, meta.positions, layer.rope)
             self._keep(own_ctx=layer.context, exact_ctx=exact)
         picked = (self._listed[rows] >= 0).nonzero().squeeze(1)
@@ -103,16 +103,19 @@ class Records:
 
     def _rotated(self, meta: AttnMetadata, picked: torch.Tensor) -> torch.Tensor:
         """What the heads of some rows read, before it is turned back."""
-        indices, lengths = self.layer.compressed_lists(meta)
+        indices, lengths, each = self.layer.compressed_lists(meta)
+        if indices is not None:
+            each = picked.int() if each is None else each[picked]
         return sparse_attention(
             self.layer.made.query[picked],
             self.cache.window,
             meta.swa_page_indices[picked],
             meta.swa_lengths[picked],
             self.cache.compressed,
-            None if indices is None else indices[picked],
+            indices,
             None if lengths is None else lengths[picked],
             sink=self.layer.sink,
+            compressed_rows=each,
             impl=self.impl,
         )
 

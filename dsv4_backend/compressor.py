@@ -50,7 +50,7 @@ def compress(
             16-byte boundary: what checkpoints call ape, added to the scores of each token of a group.
         norm_weight: float32 [d], contiguous.
         rope: float32 [positions, rope_dim], contiguous (`rope.rope_table` of the layer). An entry turns by the position
-            of its group's first token.
+            of its group's first token; where the table does not have that, the channels that turn are 0.
         eps: what the norm adds to the mean square.
         impl: "auto" (Triton on a GPU, torch on a CPU), "triton" or "torch".
 
@@ -107,7 +107,8 @@ def store_window(
         kv: float32 or bfloat16 [T, d], unit column stride, row stride a multiple of 8 elements, on a 16-byte boundary.
         slots: int32 or int64 [T], any stride: window slots (`AttnMetadata.swa_out_cache_loc`). Slot 0, negative slots
             and slots beyond the pool are not stored.
-        positions: int32 or int64 [T], any stride (`AttnMetadata.positions`).
+        positions: int32 or int64 [T], any stride (`AttnMetadata.positions`). Outside of the table, the channels that
+            turn are stored as 0.
         pool: where the entries go.
         norm_weight, rope, eps, impl: as for `compress`; the table is that of the layer, also for the window.
 

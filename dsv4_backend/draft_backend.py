@@ -95,8 +95,7 @@ class DSV4DraftBackend(DSV4AttnBackend):
 
     def draft_fingerprint(self) -> tuple[object, ...]:
         """Addresses that a recorded build uses beside those of its inputs and of what `bind_draft` returned."""
-        offsets = tuple(frozen.offsets.data_ptr() for frozen in self._frozen.values())
-        return (*self.builder.draft_fingerprint(), *offsets)
+        return self.builder.draft_fingerprint()
 
     def _new_builder(self, max_rows: int, max_seq_len: int, impl: str) -> MetadataBuilder:
         return MetadataBuilder(

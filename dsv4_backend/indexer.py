@@ -13,6 +13,7 @@ import torch
 from dsv4_backend import dispatch
 from dsv4_backend.indexer_checks import (
     IndexQuery,
+    check_heads,
     check_keys,
     check_matrix,
     check_query,
@@ -21,7 +22,7 @@ from dsv4_backend.indexer_checks import (
     expect_unit_columns,
 )
 from dsv4_backend.layouts import EntryPool
-from dsv4_backend.validation import INT_DTYPES, expect_aligned, expect_tensor
+from dsv4_backend.validation import INT_DTYPES, expect_aligned, expect_separate, expect_tensor
 
 WORKSPACE_BYTES = 256 << 20
 """What `select_entries` allocates for scores at most, unless a single row takes more."""
@@ -40,7 +41,7 @@ def index_query(
 ) -> IndexQuery:
     """Ropes queries, transforms them as the keys are, rounds them to the keys' format and folds scales into weights.
 
-    With H heads of D = `keys.layout.head_dim` channels, everything on the keys' device:
+    With H heads of D = `keys.layout.head_dim` channels, 16 to 256, H * D up to 32,768, everything on the keys' device:
 
     Args:
         q: float32 or bfloat16 [T, H, D], the heads of a row side by side, row stride a multiple of 8 elements, on a
@@ -66,8 +67,9 @@ def index_query(
     layout = check_keys(keys).layout
     q = expect_tensor("q", q, dtypes=(torch.float32, torch.bfloat16), ndim=3, device=keys.device)
     rows, heads, dim = q.shape
-    if heads < 1 or dim != layout.head_dim:
-        raise ValueError(f"q: expected at least one head of {layout.head_dim} channels, got shape {list(q.shape)}")
+    if dim != layout.head_dim:
+        raise ValueError(f"q: expected heads of {layout.head_dim} channels, got shape {list(q.shape)}")
+    check_heads("q", heads, dim)
     if q.stride(2) != 1 or (heads > 1 and q.stride(1) != dim) or (rows > 1 and q.stride(0) % 8):
         raise ValueError(
             f"q: expected heads side by side and a row stride that is a multiple of 8, got strides {list(q.stride())}"
@@ -135,6 +137,7 @@ def index_scores(
     rows, _ = check_query("query", query, check_keys(keys))
     check_tables(page_table, table_rows, lengths, rows, keys.device)
     check_matrix("out", out, (torch.float32,), (rows, None), keys)
+    expect_separate("out", out)
     implementation = dispatch.indexer(impl, keys.device)
     if out.numel():
         implementation.index_scores(

@@ -7,10 +7,12 @@ from dataclasses import dataclass
 import torch
 
 from dsv4_backend.layouts import EntryPool
-from dsv4_backend.validation import expect_aligned, expect_tensor, expect_type
+from dsv4_backend.validation import expect_aligned, expect_separate, expect_tensor, expect_type
 
-MIN_HEAD_DIM = 16
-"""Channels that a matrix product takes at least."""
+HEAD_DIMS = (16, 256)
+"""Channels of keys: what a matrix product takes at least, and what fits on chip with MAX_QUERY on every chip."""
+MAX_QUERY = 32_768
+"""Values of a query. 128 heads of 256 channels are as many as fit on chip everywhere."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -39,11 +41,16 @@ class IndexQuery:
 
 def check_keys(keys: EntryPool) -> EntryPool:
     expect_type("keys", keys, EntryPool)
-    if not keys.layout.indexer or keys.layout.head_dim < MIN_HEAD_DIM:
-        raise ValueError(
-            f"keys: expected a pool of indexer keys of at least {MIN_HEAD_DIM} channels, got {keys.layout}"
-        )
+    least, most = HEAD_DIMS
+    if not keys.layout.indexer or not least <= keys.layout.head_dim <= most:
+        raise ValueError(f"keys: expected a pool of indexer keys of {least} to {most} channels, got {keys.layout}")
     return keys
+
+
+def check_heads(name: str, heads: int, dim: int) -> None:
+    most = MAX_QUERY // dim
+    if not 1 <= heads <= most:
+        raise ValueError(f"{name}: expected 1 to {most} heads of {dim} channels, got {heads}")
 
 
 def check_query(name: str, query: IndexQuery, keys: EntryPool) -> tuple[int, int]:
@@ -51,11 +58,11 @@ def check_query(name: str, query: IndexQuery, keys: EntryPool) -> tuple[int, int
     expect_type(name, query, IndexQuery)
     values = expect_tensor(f"{name}.values", query.values, dtypes=(keys.layout.dtype,), ndim=3, device=keys.device)
     rows, heads, dim = values.shape
-    if heads < 1 or dim != keys.layout.head_dim:
+    if dim != keys.layout.head_dim:
         raise ValueError(
-            f"{name}.values: expected at least one head of {keys.layout.head_dim} channels, got shape "
-            f"{list(values.shape)}"
+            f"{name}.values: expected heads of {keys.layout.head_dim} channels, got shape {list(values.shape)}"
         )
+    check_heads(f"{name}.values", heads, dim)
     check_matrix(f"{name}.weights", query.weights, (torch.float32,), (rows, heads), keys)
     for field, tensor in (("values", values), ("weights", query.weights)):
         if not tensor.is_contiguous():
@@ -82,11 +89,15 @@ def check_tables(
 def check_selection(out: torch.Tensor, raw: torch.Tensor | None, rows: int, device: torch.device) -> None:
     out = expect_tensor("out", out, dtypes=(torch.int32,), ndim=2, size=rows, device=device)
     expect_unit_columns("out", out)
+    expect_separate("out", out)
     if out.shape[1] < 1:
         raise ValueError("out: expected at least one column, got none")
     if raw is not None:
         raw = expect_tensor("raw", raw, dtypes=(torch.int32,), ndim=2, size=rows, device=device)
         expect_unit_columns("raw", raw)
+        expect_separate("raw", raw)
+        if raw.data_ptr() == out.data_ptr() and raw.numel():
+            raise ValueError("raw: expected memory of its own, got that of out")
         if raw.shape != out.shape:
             raise ValueError(f"raw: expected the shape of out, {list(out.shape)}, got {list(raw.shape)}")
 

@@ -226,20 +226,22 @@ class DSV4Attention(nn.Module):
         assert made.head_weights is not None
         return index_query(made.index_query, made.head_weights, positions, self.rope, cache.index_keys, impl=self.impl)
 
-    def compressed_lists(self, meta: AttnMetadata) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-        """Slots of the compressed entries that each row attends, and how many they are; None for ratio 0."""
+    def compressed_lists(
+        self, meta: AttnMetadata
+    ) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
+        """Slots of the compressed entries that rows attend, how many they are, and which list is whose.
+
+        As `sparse_attention` takes them; None for ratio 0, and for lists that each row has of its own.
+        """
         if self.ratio == 4:
-            return meta.c4_sparse_page_indices, meta.c4_sparse_lengths
+            return meta.c4_sparse_page_indices, meta.c4_sparse_lengths, None
         if self.ratio == 128:
-            assert meta.c128_page_indices is not None
-            once = meta.table_rows  # the row of a list that is kept once a request
-            indices = meta.c128_page_indices if once is None else meta.c128_page_indices[once]
-            return indices, meta.c128_lengths
-        return None, None
+            return meta.c128_page_indices, meta.c128_lengths, meta.table_rows
+        return None, None, None
 
     def attend(self, query: torch.Tensor, meta: AttnMetadata, cache: LayerCache) -> torch.Tensor:
         """[T, num_heads, head_dim]: what each head reads, turned back by its position."""
-        indices, lengths = self.compressed_lists(meta)
+        indices, lengths, rows = self.compressed_lists(meta)
         return sparse_attention(
             query,
             cache.window,
@@ -251,16 +253,17 @@ class DSV4Attention(nn.Module):
             sink=self.sink,
             positions=meta.positions,
             rope=self.rope,
+            compressed_rows=rows,
             impl=self.impl,
         )
 
     def combine(self, context: torch.Tensor) -> torch.Tensor:
         """[T, hidden_size]: the output projection, group by group and then as a whole."""
         groups = self.cfg.o_groups
-        heads = context.view(len(context), groups, -1)
         weight = self.wo_a.view(groups, self.cfg.o_lora_rank, -1)
+        heads = context.view(len(context), groups, weight.shape[2])
         parts = torch.bmm(heads.transpose(0, 1), weight.transpose(1, 2))  # [groups, T, o_lora_rank]
-        return parts.transpose(0, 1).reshape(len(context), -1) @ self.wo_b.T
+        return parts.transpose(0, 1).flatten(1) @ self.wo_b.T
 
     def extra_repr(self) -> str:
         return f"ratio={self.ratio}, impl={self.impl!r}, dtype={self.dtype}"
@@ -294,6 +297,15 @@ class DSV4Attention(nn.Module):
             raise ValueError(f"x: expected {self.cfg.hidden_size} columns, got {x.shape[1]}")
         if cache.ratio != self.ratio:
             raise ValueError(f"cache: expected that of a layer of ratio {self.ratio}, got one of ratio {cache.ratio}")
+        for name, pool, dim in (
+            ("window", cache.window, self.cfg.head_dim),
+            ("index_keys", cache.index_keys, self.cfg.index_head_dim),
+        ):
+            if pool is not None and (pool.layout.head_dim, pool.layout.rope_dim) != (dim, self.cfg.rope_dim):
+                raise ValueError(
+                    f"cache.{name}: expected head_dim {dim} and rope_dim {self.cfg.rope_dim}, got "
+                    f"{pool.layout.head_dim} and {pool.layout.rope_dim}"
+                )
         lists = {0: meta.swa_page_indices, 4: meta.c4_sparse_page_indices, 128: meta.c128_page_indices}
         if lists[self.ratio] is None or (self.ratio and meta.plans is None):
             raise ValueError(f"meta: expected metadata with plans of ratio {self.ratio}, got some without")

@@ -95,7 +95,7 @@ class MetadataBuilder:
         self._shape = MetadataShape(geom.page_size, geom.window, cfg.index_topk, max_seq_len, ratios)
         self._geom, self._tables, self._max_rows, self._debug = geom, tables, max_rows, debug
         self._draft_window = draft_window
-        self._longest = min(max_seq_len, tables.max_seq_len)
+        self._longest = min(max_seq_len, tables.max_seq_len, cfg.max_position)
         self._error = torch.zeros(1, dtype=torch.int32, device=tables.device)
         self._widths = torch.arange(geom.draft_capacity + 1, dtype=torch.int32, device=tables.device)
         self._buckets: dict[BucketKey, BucketBuffers] = {}

@@ -85,3 +85,16 @@ def expect_range(name: str, values: torch.Tensor, low: int, high: int, limit: st
     if len(bad):
         b = int(bad[0])
         raise ValueError(f"{name}[{b}]: expected {low} to {high} ({limit}), got {int(values[b])}")
+
+
+def expect_separate(name: str, tensor: torch.Tensor) -> None:
+    """Raises ValueError unless each element of a tensor that is to be written has memory of its own."""
+    extent = 1
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if size > 1:
+            if stride < extent:
+                raise ValueError(
+                    f"{name}: expected elements that do not share memory, got shape {list(tensor.shape)} with strides "
+                    f"{list(tensor.stride())}"
+                )
+            extent += stride * (size - 1)

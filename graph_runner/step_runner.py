@@ -152,10 +152,7 @@ class StepGraphRunner:
         size = batch.batch_size
         reason = self._why_no_bucket(batch)
         if reason:
-            if ids.ndim != 1 or ids.shape[0] != batch.num_rows or ids.device != self._device:
-                raise ValueError(
-                    f"ids: expected {batch.num_rows} tokens on {self._device}, got {list(ids.shape)} on {ids.device}"
-                )
+            self._check_ids(ids, batch.num_rows)
             return StepOutput(tuple(self._model(ids.long(), self._provider.prepare(batch))), reason)
         if size:
             bucket = self.buckets.bucket_for(size)
@@ -192,6 +189,16 @@ class StepGraphRunner:
             if not each.ndim or each.shape[0] != rows:
                 raise ValueError(f"model: expected {rows} rows in tensor {i}, got shape {list(each.shape)}")
         return returned
+
+    def _check_ids(self, ids: object, num_rows: int) -> None:
+        if not isinstance(ids, torch.Tensor):
+            raise ValueError(f"ids: expected a torch.Tensor, got {type(ids).__name__}")
+        if ids.dtype not in (torch.int32, torch.int64):
+            raise ValueError(f"ids: expected dtype int32 or int64, got {str(ids.dtype).removeprefix('torch.')}")
+        if ids.ndim != 1 or ids.shape[0] != num_rows or ids.device != self._device:
+            raise ValueError(
+                f"ids: expected {num_rows} tokens on {self._device}, got {list(ids.shape)} on {ids.device}"
+            )
 
     def _why_no_bucket(self, batch: StepBatch) -> str:
         size = batch.batch_size

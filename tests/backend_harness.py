@@ -59,9 +59,12 @@ class World:
         lanes: int = 5,
         tokens: int = 300,
         seed: int = 0,
+        max_position: int | None = None,
     ) -> None:
         sizes = ((128, 64), 64) if kv == "fp8" else (SMALL, 32)
         self.cfg = dataclasses.replace(small_config(4, *sizes), compress_ratios=ratios, index_topk=80)
+        if max_position is not None:
+            self.cfg = dataclasses.replace(self.cfg, max_position=max_position)
         self.geom, self.device = small_geometry(drafts=True), torch.device(device)
         self.pool = pool_for(self.geom, lanes, tokens, seed)
         self.mirror = TableMirror(self.pool, self.device)

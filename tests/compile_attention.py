@@ -10,6 +10,7 @@ from dsv4_triton_kernels import attention, attention_attend, attention_combine, 
 KernelCase = tuple[object, str, dict[str, object], dict[str, str]]
 TARGET = ("sink_ptr", "position_ptr", "rope_ptr", "out_ptr", "lse_ptr")
 ABSENT = ("compressed_ptr", "compressed_extra_ptr", "compressed_index_ptr", "compressed_length_ptr")
+ABSENT += ("compressed_row_ptr",)
 ABSENT += ("sink_ptr", "position_ptr", "rope_ptr", "lse_ptr")
 PARTIAL = ("partial_ptr", "partial_lse_ptr")
 
@@ -30,7 +31,8 @@ def attention_cases(major: int) -> Iterator[KernelCase]:
         both = attention_attend.entry_constants(*layouts) | block
         yield attention_attend._attend_entries_kernel, "", both | dict.fromkeys(PARTIAL), types
         if heads == 64 and dim == 512:
-            yield attention_attend._attend_entries_kernel, "", both | dict.fromkeys(TARGET), types
+            one_each = dict.fromkeys((*TARGET, "compressed_row_ptr"))
+            yield attention_attend._attend_entries_kernel, "", both | one_each, types
         if heads == 4:
             one = attention_attend.entry_constants(layouts[0], None) | block | dict.fromkeys((*PARTIAL, *ABSENT))
             yield attention_attend._attend_entries_kernel, "", one, types

@@ -76,6 +76,8 @@ def compile_kernel(
     assert compiled.asm["cubin"]
     # A program's shared memory: 227 KiB on Hopper and data center Blackwell, 99 KiB elsewhere.
     assert compiled.metadata.shared <= (99 if capability // 10 == 12 else 227) << 10, compiled.metadata.shared
+    # Columns of tensor memory, on data center Blackwell.
+    assert (getattr(compiled.metadata, "tmem_size", 0) or 0) <= 512, compiled.metadata.tmem_size
 
 
 def cases() -> Iterator[tuple[object, str, dict[str, object]]]:

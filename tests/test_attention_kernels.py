@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -40,7 +41,7 @@ def run_split(case: Case, impl: str, splits: int, lse: torch.Tensor | None = Non
     compressed, compressed_indices, compressed_lengths = rest or (None, None, None)
     assert isinstance(q, torch.Tensor)
     out = torch.full_like(q, torch.nan)
-    options = dict(sink=None, positions=None, rope=None, scale=q.shape[2] ** -0.5) | case.options
+    options = dict(sink=None, positions=None, rope=None, compressed_rows=None, scale=q.shape[2] ** -0.5) | case.options
     dispatch.attention(impl, q.device).sparse_attention(
         q=q,
         window=window,
@@ -61,6 +62,39 @@ def lists_of_all_lengths(columns: int, slots: int) -> Lists:
     """Rows without entries, with one, with one that lies alone behind others that do not count, and with all."""
     row = [1 + i % (slots - 1) for i in range(columns)]
     return Lists([row, row, [-1] * (columns - 1) + [5], row], [0, 1, columns, columns])
+
+
+@each_triton_backend
+@pytest.mark.parametrize("splits", [1, 3])
+def test_lists_that_several_rows_share(impl: str, device: str, splits: int) -> None:
+    """Also with numbers of lists that there are not: such a row has no compressed entries."""
+    case = add_sink_and_rope(
+        make_case("fp32", device, heads=2, window=lists_of_all_lengths(20, 96), compressed=(4, 40))
+    )
+    lists = case.compressed_list
+    assert lists is not None
+    for chosen, count in (([1, 1, 0, 1], 2), ([-1, 0, 1, 4], 4), ([0, -(2**31), 2**31 - 1, 0], 1), ([0, 0, 0, 0], 0)):
+        known = [row if 0 <= row < count else None for row in chosen]
+        own = Lists(
+            [lists.slots[0 if row is None else row] for row in known],
+            [0 if row is None else length for row, length in zip(known, lists.lengths, strict=True)],
+        )
+        expected = dataclasses.replace(case, compressed_list=own)
+        rows = torch.tensor(chosen, dtype=torch.int32, device=device)
+        shared = Shared(case.q, case.window, case.window_list, case.compressed, lists, {**case.options})
+        shared.count, shared.options["compressed_rows"] = count, rows
+        assert torch.equal(run_split(shared, impl, splits), run_split(expected, impl, splits))
+        assert torch.equal(shared.run("torch"), expected.run("torch"))
+
+
+class Shared(Case):
+    """A case of which only the first `count` lists are given."""
+
+    count: int
+
+    def arguments(self) -> tuple[object, ...]:
+        *others, indices, lengths = super().arguments()
+        return *others, indices[: self.count], lengths  # type: ignore[index]
 
 
 @each_triton_backend

@@ -248,6 +248,16 @@ def test_limits_follow_the_tables_unless_they_are_given() -> None:
         small.prepare(batch, 17)
 
 
+def test_no_request_is_longer_than_the_rope_table() -> None:
+    """Tables may be wider than the model's longest sequence; lengths may not."""
+    world = World("torch", "cpu", max_position=100)
+    lane = world.open()
+    world.extend({lane: 100})
+    assert world.mirror.tables.max_seq_len > 100
+    with pytest.raises(ValueError, match=r"seq_lens\[0\]: expected 1 to 100 in mode DECODE"):
+        world.backend.prepare(world.batch(DECODE, {lane: 1})[0])
+
+
 def test_refusals_at_construction() -> None:
     world = World("torch", "cpu")
     tables = world.mirror.tables

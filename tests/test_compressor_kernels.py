@@ -238,10 +238,23 @@ def changes() -> dict[str, tuple[dict[str, Any], str]]:
         "rows": (dict(kv_score=torch.zeros(3, 128)), "kv_score: expected the 2 rows of the plans, got 3"),
         "dtype": (dict(kv_score=torch.zeros(2, 128).bfloat16()), "kv_score: expected dtype float32, got bfloat16"),
         "state": (dict(state=torch.zeros(8, 64)), r"state: expected a contiguous tensor of shape \['any', 128\]"),
+        "no state": (
+            dict(state=torch.zeros(0, 128)),
+            "state: expected a multiple of 4 rows, at least that many, got 0",
+        ),
         "slots": (dict(out_loc=torch.zeros(2, dtype=torch.int32)), "out_loc: expected dtype int64, got int32"),
         "bias": (dict(bias=torch.zeros(8, 32)), r"bias: expected a contiguous tensor of shape \[4, 64\]"),
         "impl": (dict(impl="fast"), "impl: expected one of"),
     }
+
+
+@each_triton_backend
+@RATIOS
+def test_a_rope_table_that_ends_before_the_entry(impl: str, device: str, ratio: int) -> None:
+    given = arguments(ratio, device, 2)
+    given |= dict(rope=given["rope"][:8], out_loc=torch.tensor([40, 41], device=device))
+    lengths = torch.tensor([256, 384], device=device)
+    both(impl, given, plan_decode(lengths, torch.tensor([1, 2], device=device), make_tables(device), GEOM))
 
 
 @pytest.mark.parametrize("name", changes())

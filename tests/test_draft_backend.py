@@ -54,6 +54,7 @@ class Drafting:
         ratios: tuple[int, ...] = (0, 0),
         layers: int = 2,
         sizes: tuple[int, ...] = (1, 2, 4),
+        guard: str = "capture",
     ) -> None:
         self.world = World(impl, device, ratios=ratios)
         self.backend = self.world.new_draft_backend(impl, draft_window=draft_window)
@@ -67,7 +68,7 @@ class Drafting:
             buckets=BucketPolicy(sizes=sizes),
             device=self.world.device,
             executor=executor,
-            guard="capture" if executor == "cuda_graph" else "off",
+            guard=guard if executor == "cuda_graph" else "off",
         )
         self.runner.capture()
 
@@ -165,6 +166,28 @@ def test_what_a_step_stores(impl: str, device: str, executor: str, draft_window:
     it.world.extend(dict.fromkeys(lanes, STEPS - 1))
     assert close(found, load_entries(pool, places))
     assert not pool.data[: it.world.geom.swa_page_size].any()  # reserved
+
+
+@each_executor
+@each_window
+def test_other_buckets_change_no_address(impl: str, device: str, executor: str, draft_window: str) -> None:
+    """So a guard that looks before each replay lets all buckets replay, of this runner and of another one."""
+    it = Drafting(impl, device, executor, draft_window, sizes=(4,), guard="replay")
+    places = it.backend.draft_fingerprint()
+    other = EagleDraftGraphRunner(
+        it.draft,
+        it.backend,
+        num_steps=STEPS - 1,
+        hidden_size=it.world.cfg.hidden_size,
+        hidden_dtype=torch.float32,
+        buckets=BucketPolicy(sizes=(1, 2)),
+        device=it.world.device,
+        executor=executor,
+        guard="replay" if executor == "cuda_graph" else "off",
+    )
+    other.capture()
+    assert it.backend.draft_fingerprint() == places
+    assert it.runner.replay(it.batch(it.lanes([3, 17, 64]))).fallback_reason is None
 
 
 def difference(got: DraftOutput, expected: DraftOutput) -> bool:

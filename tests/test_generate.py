@@ -8,6 +8,7 @@ import sys
 from functools import cache
 from importlib import import_module
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -166,6 +167,79 @@ def test_verified_drafts_change_nothing(device: str, drafts: int, ragged: bool) 
     assert (engine.statistics.bucket_steps < verified) == ragged
 
 
+class Interrupted(Exception):
+    pass
+
+
+@each_device
+@pytest.mark.parametrize("drafts", [0, 3])
+@pytest.mark.parametrize("nth", range(2, 7), ids="step-{}".format)
+def test_an_interrupted_step_is_run_again(device: str, drafts: int, nth: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where all of it has been computed, and rows of state lie where others did that the step read."""
+    served = case("small", device)
+    engine = served.engine(max_requests=3, chunk_size=37, drafts=drafts)
+    engine.speculation = Guesses(served, drafts)
+    prompts = [served.tokens(length, seed=length) for length in (150, 60, 250)]
+    requests = [engine.add(prompt, 10) for prompt in prompts]
+    read, calls = engine.statistics.timed, 0
+
+    def timed(part: str):  # type: ignore[no-untyped-def]
+        nonlocal calls
+        calls += part == "read"
+        if part == "read" and calls == nth:
+            raise Interrupted
+        return read(part)
+
+    monkeypatch.setattr(engine.statistics, "timed", timed)
+    with pytest.raises(Interrupted):
+        engine.run()
+    engine.run()
+    requests += [engine.add(prompt, 10) for prompt in prompts]  # what they share came from interrupted steps
+    engine.run()
+    assert served.check(engine, requests) == 0
+    assert engine.scheduler.hit_tokens > 0
+
+
+BAD_DRAFTS = {
+    "none": (lambda good: None, "drafts: expected a torch.Tensor, got NoneType"),
+    "list": (lambda good: good.tolist(), "drafts: expected a torch.Tensor, got list"),
+    "wide": (lambda good: torch.cat((good, good), dim=1), "drafts: expected 3 columns, got 6"),
+    "narrow": (lambda good: good[:, :2], "drafts: expected 3 columns, got 2"),
+    "flat": (lambda good: good.flatten(), "drafts: expected 2 dimensions"),
+    "rows": (lambda good: good[1:], "drafts: expected 3 elements, got 2"),
+    "float": (lambda good: good.float(), "drafts: expected dtype int32 or int64, got float32"),
+}
+
+
+@each_device
+@pytest.mark.parametrize("bad", BAD_DRAFTS.values(), ids=BAD_DRAFTS)
+def test_bad_drafts_are_refused_and_the_engine_goes_on(device: str, bad: tuple[Any, str]) -> None:
+    served = case("small", device)
+    engine = served.engine(max_requests=3, drafts=3)
+    good = engine.speculation = Guesses(served, 3)
+    propose = good.propose
+    good.propose = lambda step: bad[0](propose(step))  # type: ignore[method-assign]
+    requests = [engine.add(served.tokens(length, seed=length), 10) for length in (40, 60, 9)]
+    with pytest.raises(ValueError, match=bad[1]):
+        engine.run()
+    good.propose = propose  # type: ignore[method-assign]
+    engine.run()
+    assert served.check(engine, requests) == 0
+
+
+@each_device
+@pytest.mark.parametrize("token", [-1, 10**9, -(2**31)])
+def test_drafts_outside_of_the_vocabulary_are_wrong_drafts(device: str, token: int) -> None:
+    served = case("small", device)
+    engine = served.engine(max_requests=3, drafts=3)
+    good = engine.speculation = Guesses(served, 3)
+    propose = good.propose
+    good.propose = lambda step: torch.full_like(propose(step), token)  # type: ignore[method-assign]
+    requests = [engine.add(served.tokens(length, seed=length), 10) for length in (40, 60, 9)]
+    engine.run()
+    assert served.check(engine, requests) == 0
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("drafts", [0, 3])
 def test_the_host_waits_for_tokens_alone(drafts: int, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -251,6 +325,7 @@ def test_engine_refusals() -> None:
         ({"drafts": 10}, "num_draft_tokens: expected at most 10, got 11"),
         ({"kv": "int4"}, "format: expected one of"),
         ({"executor": "graph"}, "executor: expected"),
+        ({"size": 3}, "size: expected a CacheSize, got int"),
     ):
         with pytest.raises(ValueError, match=message):
             served.engine(**options)  # type: ignore[arg-type]

@@ -171,8 +171,8 @@ COMMON_REFUSALS: dict[str, tuple[dict[str, Any], str]] = {
         "query.values: expected an address that is a multiple of 16",
     ),
     "keys": (dict(keys=None), "keys: expected a EntryPool, got NoneType"),
-    "no keys": (dict(keys=CORE), "keys: expected a pool of indexer keys of at least 16 channels"),
-    "small keys": (dict(keys=TINY), "keys: expected a pool of indexer keys of at least 16 channels"),
+    "no keys": (dict(keys=CORE), "keys: expected a pool of indexer keys of 16 to 256 channels"),
+    "small keys": (dict(keys=TINY), "keys: expected a pool of indexer keys of 16 to 256 channels"),
     "keys' format": (dict(keys=FP8), "query.values: expected dtype uint8, got bfloat16"),
     "page table": (dict(page_table=poisoned(2, 3)), "page_table: expected 3 elements, got 2"),
     "page table's strides": (dict(page_table=poisoned(3, 3).T), "page_table: expected unit column stride"),
@@ -183,10 +183,16 @@ COMMON_REFUSALS: dict[str, tuple[dict[str, Any], str]] = {
 SCORE_REFUSALS = COMMON_REFUSALS | {
     "out": (dict(out=poisoned(3, 20)), "out: expected dtype float32, got int32"),
     "rows of out": (dict(out=torch.zeros(2, 20)), "out: expected 3 elements, got 2"),
+    "rows of out that share memory": (
+        dict(out=torch.zeros(20).expand(3, 20)),
+        "out: expected elements that do not share",
+    ),
     "strides of out": (dict(out=torch.zeros(20, 3).T), r"out: expected unit column stride, got \[1, 3\]"),
 }
 SELECT_REFUSALS = COMMON_REFUSALS | {
     "out": (dict(out=torch.zeros(3, 4)), "out: expected dtype int32, got float32"),
+    "rows that share memory": (dict(out=poisoned(4).expand(3, 4)), "out: expected elements that do not share memory"),
+    "raw is out": (dict(out=(both := poisoned(3, 4)), raw=both), "raw: expected memory of its own, got that of out"),
     "no column": (dict(out=poisoned(3, 0)), "out: expected at least one column, got none"),
     "raw": (dict(raw=poisoned(3, 5)), r"raw: expected the shape of out, \[3, 4\], got \[3, 5\]"),
     "longest": (dict(max_length=-1), "max_length: expected an int of at least 0, got -1"),
@@ -198,8 +204,9 @@ SELECT_REFUSALS = COMMON_REFUSALS | {
 Q = torch.zeros(3, 4, 32)
 QUERY_REFUSALS: dict[str, tuple[dict[str, Any], str]] = {
     "q": (dict(q=Q.double()), "q: expected dtype float32 or bfloat16, got float64"),
-    "channels": (dict(q=Q[..., :16]), r"q: expected at least one head of 32 channels, got shape \[3, 4, 16\]"),
-    "no head": (dict(q=Q[:, :0]), "q: expected at least one head"),
+    "channels": (dict(q=Q[..., :16]), r"q: expected heads of 32 channels, got shape \[3, 4, 16\]"),
+    "no head": (dict(q=Q[:, :0]), "q: expected 1 to 1024 heads of 32 channels, got 0"),
+    "too many heads": (dict(q=torch.zeros(3, 1025, 32)), "q: expected 1 to 1024 heads of 32 channels, got 1025"),
     "strides": (dict(q=Q.transpose(0, 1).contiguous().transpose(0, 1)), "q: expected heads side by side"),
     "row stride": (dict(q=torch.zeros(3, 132)[:, :128].view(3, 4, 32)), "q: expected heads side by side"),
     "address": (dict(q=torch.zeros(388)[2:386].view(3, 4, 32)), "q: expected an address that is a multiple of 16"),

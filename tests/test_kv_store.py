@@ -155,6 +155,25 @@ def test_window_entries(impl: str, device: str, kv: str, dtype: torch.dtype) -> 
 
 
 @each_backend
+def test_positions_outside_of_the_table_turn_to_zero(impl: str, device: str) -> None:
+    pool = poisoned_pool(EntryLayout("fp32", 64, 16, 8), 2, device)
+    rope = torch.ones((5, 16), device=device)
+    positions = torch.tensor([-1, 4, 5, 2**31 - 1], dtype=torch.int32, device=device)
+    store_window(
+        torch.ones((4, 64), device=device),
+        torch.arange(8, 12, device=device),
+        positions,
+        pool,
+        norm_weight=torch.ones(64, device=device),
+        rope=rope,
+        impl=impl,
+    )
+    found = reference.load_entries(pool, torch.arange(8, 12, device=device))
+    assert (found[:, :48] > 0.9).all()
+    assert (found[:, 48:].abs().sum(dim=1) > 0).tolist() == [False, True, False, False]
+
+
+@each_backend
 def test_nan_stays_visible(impl: str, device: str) -> None:
     values = torch.ones((2, 512), device=device)
     values[0, 3] = values[0, 500] = torch.nan

@@ -8,6 +8,7 @@ import dataclasses
 import pytest
 import torch
 
+from backend_harness import World
 from backends import each_compiled_backend, each_fast_backend
 from cache_harness import Harness, Lane, small_config
 from dsv4_backend import AttnMetadata, DSV4Attention, ForwardMode, RawBatch
@@ -144,6 +145,17 @@ def test_tables_that_are_kept_once_a_request(impl: str, device: str, ratio: int)
     assert torch.equal(again, out)
 
 
+@each_fast_backend
+@RATIOS
+@pytest.mark.parametrize("mode", [ForwardMode.DECODE, ForwardMode.IDLE], ids=["decode", "idle"])
+def test_a_step_without_rows(impl: str, device: str, ratio: int, mode: ForwardMode) -> None:
+    world = World(impl, device, ratios=(ratio,))
+    none = torch.empty(0, dtype=torch.int64, device=device)
+    meta = world.backend.prepare(RawBatch(mode, none, none, none))
+    x = torch.empty((0, world.cfg.hidden_size), device=device)
+    assert world.backend.attend(0, world.layers[0], x, meta).shape == x.shape
+
+
 @each_compiled_backend
 @RATIOS
 def test_a_graph_replays_it(impl: str, device: str, ratio: int) -> None:
@@ -215,11 +227,13 @@ def test_refusals_before_anything_is_written() -> None:
     layer, x, meta, cache = harness.layer, harness.x, harness.meta, harness.cache
     other = LayerHarness("torch", "cpu", 128).cache
     without = dataclasses.replace(meta, c4_sparse_page_indices=None)
+    thin = dataclasses.replace(cache, index_keys=LayerHarness("torch", "cpu", 4, index_dim=64).cache.index_keys)
     before = harness.snapshot()
     for arguments, message in (
         ((x.bfloat16(), meta, cache), "x: expected dtype float32, got bfloat16"),
         ((x[:3], meta, cache), "x: expected 20 elements, got 3"),
         ((x[:, :8], meta, cache), "x: expected 64 columns, got 8"),
+        ((x, meta, thin), "cache.index_keys: expected head_dim 32 and rope_dim 16, got 64 and 16"),
         ((x, meta, other), "cache: expected that of a layer of ratio 4, got one of ratio 128"),
         ((x, without, cache), "meta: expected metadata with plans of ratio 4, got some without"),
         ((x, dataclasses.replace(meta, plans=None), cache), "meta: expected metadata with plans of ratio 4"),

@@ -208,7 +208,7 @@ def test_refusals() -> None:
     model.sizes.clear()
     for size in (2, 5):  # in a bucket, and without one
         batch, ids = world.batch(DECODE, dict.fromkeys(lanes[:size], 1))
-        for wrong in (ids[1:], ids[:, None]):
+        for wrong in (ids[1:], ids[:, None], ids.float(), ids > 0, ids.tolist(), None):
             with pytest.raises(ValueError, match="ids: expected"):
                 runner.replay(batch, wrong)
     assert model.sizes == []

@@ -132,11 +132,12 @@ def test_bad_folders_are_refused(tmp_path: Path) -> None:
     [
         ({"out": np.zeros((49, 64), np.float32)}, r"out: expected float32 \[50, 64\], got float32 \[49, 64\]"),
         ({"topk_idx": np.zeros((50, 8), np.int64)}, r"topk_idx: expected int32 \[50, 8\], got int64 \[50, 8\]"),
+        ({"out": np.full((50, 64), np.nan, np.float32)}, "out: expected finite values, got 3200 others"),
         ({"rows": None}, r"q_latent: expected float32 \[0, 32\], got float32 \[4, 32\]"),
         ({"rows": np.array([0, 7, 7, 9], np.int32)}, r"rows: expected ascending tokens below 50, got \[0, 7, 7, 9\]"),
         ({"rows": np.array([0, 7, 9, 50], np.int32)}, r"rows: expected ascending tokens below 50, got \[0, 7, 9, 50\]"),
     ],
-    ids=["rows of out", "dtype of topk_idx", "no rows", "rows that repeat", "rows beyond the end"],
+    ids=["rows of out", "dtype of topk_idx", "not finite", "no rows", "rows that repeat", "rows beyond the end"],
 )
 def test_answers_that_do_not_fit_are_refused(
     arrays: dict[str, np.ndarray | None], message: str, tmp_path: Path

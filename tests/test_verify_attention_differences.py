@@ -10,6 +10,7 @@ import torch
 
 from dsv4_backend import AttnMetadata, DSV4Attention, LayerCache
 from dsv4_backend import layer as layer_module
+from dsv4_backend.attention_compare import close
 from dsv4_backend.attention_goldens import ROW_ANSWERS, AttentionGolden, load_attention_goldens
 from dsv4_backend.attention_verify import verify_attention
 from layout import ROOT
@@ -133,6 +134,13 @@ def test_faults_of_a_layer_are_noticed(
 def test_selecting_before_storing_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(DSV4Attention, "forward", _attends_first)
     assert told(SHIPPED[SPARSE]).startswith("topk_idx[")
+
+
+def test_nothing_to_compare_is_no_difference() -> None:
+    none, rows = torch.zeros(0, 4), torch.zeros(0, dtype=torch.int64)
+    assert close("empty", none, none, rows, rope_dim=2).text == "empty 0.0e+00 and 0.0e+00 where it turns"
+    channels = torch.ones(3, 2)  # all of them turn
+    assert close("turning", channels, channels, torch.arange(3), rope_dim=2).size == 0
 
 
 def test_what_a_golden_lacks_is_said() -> None:

@@ -74,6 +74,7 @@ def sparse_attention(
     compressed: Any,
     compressed_indices: torch.Tensor | None,
     compressed_lengths: torch.Tensor | None,
+    compressed_rows: torch.Tensor | None,
     sink: torch.Tensor | None,
     scale: float,
     positions: torch.Tensor | None,
@@ -106,6 +107,8 @@ def sparse_attention(
         lists=(
             *_list_args(window, window_indices, window_lengths),
             *_list_args(compressed, compressed_indices, compressed_lengths),
+            compressed_rows,
+            0 if compressed_indices is None else compressed_indices.shape[0],
         ),
         layouts=(window.layout, None if compressed is None else compressed.layout),
         scale=scale * LOG2_E,

@@ -45,6 +45,7 @@ def _load_slots(
         "compressed_slots",
         "compressed_stride",
         "compressed_columns",
+        "num_compressed_lists",
         "num_positions",
         "out_stride_row",
         "out_stride_head",
@@ -56,6 +57,7 @@ def _load_slots(
         "window_length_ptr",
         "compressed_index_ptr",
         "compressed_length_ptr",
+        "compressed_row_ptr",
         "sink_ptr",
         "position_ptr",
         "lse_ptr",
@@ -79,6 +81,8 @@ def _attend_entries_kernel(
     compressed_stride,
     compressed_length_ptr,
     compressed_columns,
+    compressed_row_ptr,  # int32 [T]: row of the list that serves each, or None
+    num_compressed_lists,
     scale,  # times log2(e)
     sink_ptr,  # float32 [num_heads], or None; as all up to `lse_ptr` for a single split
     position_ptr,  # int32 or int64 [T]
@@ -120,8 +124,12 @@ def _attend_entries_kernel(
     window_blocks = tl.cdiv(tl.maximum(window_length, 0), BLOCK_N)
     compressed_list, compressed_length, blocks = window_list, 0, window_blocks
     if compressed_ptr is not None:
-        compressed_list = compressed_index_ptr + row * compressed_stride
-        compressed_length = tl.minimum(tl.load(compressed_length_ptr + row), compressed_columns)
+        list_row, compressed_length = row, tl.minimum(tl.load(compressed_length_ptr + row), compressed_columns)
+        if compressed_row_ptr is not None:
+            list_row = tl.load(compressed_row_ptr + row).to(tl.int64)
+            known = (list_row >= 0) & (list_row < num_compressed_lists)
+            compressed_length = tl.where(known, compressed_length, 0)
+        compressed_list = compressed_index_ptr + list_row * compressed_stride
         blocks += tl.cdiv(tl.maximum(compressed_length, 0), BLOCK_N)
     lists = (window_list, window_length, window_blocks, compressed_list, compressed_length)
     first, last = split * blocks // num_splits, (split + 1) * blocks // num_splits
@@ -232,7 +240,7 @@ def attend_entries(
     """One launch, over all rows, blocks of heads and splits.
 
     Args:
-        lists: the kernel's arguments for both lists, from `window_ptr` to `compressed_columns`.
+        lists: the kernel's arguments for both lists, from `window_ptr` to `num_compressed_lists`.
         layouts: of both pools; None for a list that is missing.
         scale: of logits that are raised to powers of 2.
         target: the kernel's arguments from `sink_ptr` to `lse_ptr`.

@@ -21,6 +21,7 @@ def sparse_attention(
     compressed: EntryPool | None,
     compressed_indices: torch.Tensor | None,
     compressed_lengths: torch.Tensor | None,
+    compressed_rows: torch.Tensor | None,
     sink: torch.Tensor | None,
     scale: float,
     positions: torch.Tensor | None,
@@ -29,19 +30,26 @@ def sparse_attention(
     lse: torch.Tensor | None,
 ) -> None:
     """Fills `out` and `lse`; arguments as in `dsv4_backend.attention.sparse_attention`."""
-    lists = [(window, window_indices, window_lengths)]
+    every = torch.arange(q.shape[0], device=q.device)
+    lists = [(window, window_indices, window_lengths, every)]
     if compressed is not None:
         assert compressed_indices is not None
         assert compressed_lengths is not None
-        lists.append((compressed, compressed_indices, compressed_lengths))
+        if compressed_rows is not None:
+            known = (compressed_rows >= 0) & (compressed_rows < compressed_indices.shape[0])
+            every = compressed_rows.long().where(known, 0)
+            compressed_lengths = compressed_lengths.where(known, 0)
+            if not compressed_indices.shape[0]:
+                compressed_indices = compressed_indices.new_full((1, compressed_indices.shape[1]), -1)
+        lists.append((compressed, compressed_indices, compressed_lengths, every))
     rounded = window.layout.format != "fp32"
     if rounded:
         q = q.bfloat16()
-    columns = 1 + sum(indices.shape[1] for _, indices, _ in lists)
+    columns = 1 + sum(indices.shape[1] for _, indices, _, _ in lists)
     step = max(1, GATHERED // (columns * q.shape[2]))
     for start in range(0, q.shape[0], step):
         rows = slice(start, start + step)
-        parts = [gather(pool, indices[rows], lengths[rows]) for pool, indices, lengths in lists]
+        parts = [gather(pool, indices[at[rows]], lengths[rows]) for pool, indices, lengths, at in lists]
         values, live = (torch.cat(part, dim=1) for part in zip(*parts, strict=True))
         result, log_sum = attend(q[rows].double(), values, live, sink, scale, rounded)
         result = result.to(out.dtype)

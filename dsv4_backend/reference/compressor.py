@@ -44,8 +44,7 @@ def compress(
     """
     entries = completed(plans, ratio)
     pooled = pool_windows(read_windows(kv_score, state, entries, ratio), entries, bias, ratio)
-    first_token = (entries.seq_len - ratio).clamp(0, len(rope) - 1)
-    values = kv_store.norm_rope(pooled, norm_weight, eps, first_token, rope)
+    values = kv_store.norm_rope(pooled, norm_weight, eps, entries.seq_len - ratio, rope)
     known = (entries.row >= 0) & (entries.row < len(out_loc))
     slots = out_loc[entries.row.where(known, 0)].where(known, 0)
     kv_store.store_entries(values=values, slots=slots, pool=pool)

@@ -36,10 +36,15 @@ def norm_rope(
 
 
 def rotate(values: torch.Tensor, positions: torch.Tensor, rope: torch.Tensor) -> torch.Tensor:
-    """Turns the last channels, pair by pair, by the angles of `rope`, float32 [positions, rope_dim] (cos, sin)."""
+    """Turns the last channels, pair by pair, by the angles of `rope`, float32 [positions, rope_dim] (cos, sin).
+
+    They become 0 at a position that the table does not have.
+    """
     rest, turning = values.split((values.shape[-1] - rope.shape[1], rope.shape[1]), dim=-1)
     even, odd = rearrange(turning, "n (pair two) -> two n pair", two=2)
-    cos, sin = rearrange(rope[positions.long()], "n (pair two) -> two n pair", two=2)
+    known = (positions >= 0) & (positions < len(rope))
+    angles = rope[positions.long().where(known, 0)].where(known[:, None], 0.0)
+    cos, sin = rearrange(angles, "n (pair two) -> two n pair", two=2)
     turned = rearrange([even * cos - odd * sin, even * sin + odd * cos], "two n pair -> n (pair two)")
     return torch.cat((rest, turned), dim=-1)
 

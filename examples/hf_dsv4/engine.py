@@ -17,7 +17,7 @@ from dsv4_backend import AttnMetadata, CacheGeometry, CacheSize, DSV4AttnBackend
 from dsv4_backend.page_pool import PagePool
 from dsv4_backend.table_mirror import TableMirror
 from dsv4_backend.transfer import send
-from dsv4_backend.validation import expect_type
+from dsv4_backend.validation import INT_DTYPES, expect_tensor, expect_type
 from dsv4_examples.hf_dsv4.model import FlatModel
 from dsv4_examples.hf_dsv4.scheduler import Request, Scheduler, Step
 from dsv4_graph_runner import BucketPolicy, StepGraphRunner
@@ -108,6 +108,8 @@ class Engine:
     ) -> None:
         expect_type("model", model, FlatModel)
         expect_type("geom", geom, CacheGeometry)
+        if size is not None:
+            expect_type("size", size, CacheSize)
         for name, value, low in (
             ("max_requests", max_requests, 1),
             ("max_len", max_len, 2),
@@ -205,12 +207,30 @@ class Engine:
         return self.scheduler.add(tokens, max_new_tokens)
 
     def step(self) -> list[Request] | None:
-        """Runs one step. Returns the requests that it finished; None when there is nothing left to do."""
-        timed = self.statistics.timed
-        with timed("schedule"):
+        """Runs one step. Returns the requests that it finished; None when there is nothing left to do.
+
+        Whatever interrupts it, the engine can go on: the step's requests then compute all of their tokens again.
+
+        Raises:
+            RuntimeError: there is no speculation for the drafts that are wanted.
+            ValueError: the speculation's drafts are not int32 or int64 [B, num_drafts] on the device.
+        """
+        with self.statistics.timed("schedule"):
             step = self.scheduler.next_step()
         if step is None:
             return None
+        try:
+            tokens = self._run(step)
+        except BaseException:
+            self.scheduler.abandon(step)
+            raise
+        with self.statistics.timed("commit"):
+            self._count(step, tokens)
+            return self.scheduler.commit(step, tokens)
+
+    def _run(self, step: Step) -> list[list[int]]:
+        """For each request of a step the tokens that it goes on with."""
+        timed = self.statistics.timed
         with timed("upload"):
             self._mirror.refresh()
         drafts = None
@@ -219,6 +239,7 @@ class Engine:
                 raise RuntimeError("speculation: expected one to be set, since num_drafts is not 0")
             with timed("draft"):
                 drafts = self.speculation.propose(step)
+            self._check_drafts(drafts, len(step.requests))
         with timed("upload"):
             batch, ids, chosen = self._upload(step, drafts)
         with timed("model"):
@@ -230,10 +251,7 @@ class Engine:
                 next_tokens = self._next_tokens(ids, self.backend.prepare(batch), chosen)
         with timed("read"):  # the only place where the host waits
             read = next_tokens.tolist() if drafts is None else torch.cat((next_tokens, ids)).tolist()
-        tokens = _accept(step, read)
-        with timed("commit"):
-            self._count(step, tokens)
-            return self.scheduler.commit(step, tokens)
+        return _accept(step, read)
 
     def run(self) -> None:
         """Steps until all requests are finished."""
@@ -245,6 +263,11 @@ class Engine:
         layers, attend = self.model.layers, self.backend.attend
         hidden = self.model.hidden(ids, lambda index, x: attend(index, layers[index], x, meta))
         return self.model.logits(hidden if chosen is None else hidden[chosen]).argmax(dim=1)
+
+    def _check_drafts(self, drafts: object, batch_size: int) -> None:
+        found = expect_tensor("drafts", drafts, dtypes=INT_DTYPES, ndim=2, size=batch_size, device=self.device)
+        if found.shape[1] != self.num_drafts:
+            raise ValueError(f"drafts: expected {self.num_drafts} columns, got {found.shape[1]}")
 
     def _upload(self, step: Step, drafts: torch.Tensor | None) -> tuple[RawBatch, torch.Tensor, torch.Tensor | None]:
         """The step's batch and tokens, and the rows to read tokens of (None: all), in one copy to the device."""
@@ -273,6 +296,8 @@ class Engine:
         ids = on_device.pop("ids")
         if verify:
             assert drafts is not None
+            # What is no token counts as another one, so that nothing is looked up outside of the vocabulary.
+            drafts = drafts.clamp(0, self.model.hf.config.vocab_size - 1)
             ids = torch.cat((ids[:, None], drafts), dim=1).flatten()[on_device.pop("picked")]
         chosen = on_device.pop("chosen", None)
         drafted = max(step.rows) if verify else 0

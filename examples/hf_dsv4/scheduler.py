@@ -149,7 +149,7 @@ class Scheduler:
             if batch := self._decodes():
                 mode = ForwardMode.TARGET_VERIFY if self._num_drafts else ForwardMode.DECODE
                 return self._step(mode, batch)
-            self._put_back()
+            self._put_back_youngest()
         return None
 
     def commit(self, step: Step, tokens: Sequence[Sequence[int]]) -> list[Request]:
@@ -173,10 +173,18 @@ class Scheduler:
             if request.remaining:
                 self._pool.trim_window(request.row, request.length - self._window)
             else:
-                self._running.remove(request)
                 self._close(request)
+                self._running.remove(request)
                 finished.append(request)
         return finished
+
+    def abandon(self, step: Step) -> None:
+        """Ends a step that may have run in part: its requests, put back, compute all of their tokens again.
+
+        A row that was stored may have taken the place, in a ring, of one that the step would read again.
+        """
+        for request in [each for each in reversed(self._running) if each in step.requests]:
+            self._put_back(request)
 
     def _prompts(self) -> list[tuple[Request, int]]:
         batch: list[tuple[Request, int]] = []
@@ -206,7 +214,7 @@ class Scheduler:
         for request in [r for r in self._running if r.pending == 1]:
             # Only a younger one, which is not in the batch yet, ever gives its pages up.
             while request in self._running and self._grow(request, width) < width:
-                self._put_back()
+                self._put_back_youngest()
             if request in self._running:
                 batch.append((request, width if self._uniform else min(width, request.remaining)))
         return batch
@@ -238,12 +246,15 @@ class Scheduler:
             self._pool.grow(request.row, request.length + rows)
         return rows
 
-    def _put_back(self) -> None:
-        """The youngest gives all that it holds up."""
+    def _put_back_youngest(self) -> None:
         if len(self._running) < 2:
             raise RuntimeError("the only request left cannot get its pages, which `add` should have seen")
-        request = self._running.pop()
+        self._put_back(self._running[-1])
+
+    def _put_back(self, request: Request) -> None:
+        """Gives all up that a request holds, which goes to the front of the queue."""
         self._close(request)
+        self._running.remove(request)
         request.put_back += 1
         self.put_back += 1
         self._waiting.appendleft(request)
