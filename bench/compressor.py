@@ -153,7 +153,7 @@ def run(device: torch.device, impl: str, peer_dir: Path | None, progress: Callab
     rows = []
     for case in cases():
         progress(case.id)
-        rows.append(_run_case(case, device, impl, peer))
+        rows.append(run_case(case, device, impl, peer))
     if device.type == "cuda":
         for case, row in zip(cases(), rows, strict=True):
             progress(f"{case.id}: launches")
@@ -163,7 +163,7 @@ def run(device: torch.device, impl: str, peer_dir: Path | None, progress: Callab
     return rows
 
 
-def _run_case(case: Case, device: torch.device, impl: str, peer: Peer | None) -> Row:
+def run_case(case: Case, device: torch.device, impl: str, peer: Peer | None) -> Row:
     inputs = Inputs(case, device)
     check(inputs, impl)
     timing = measure(lambda: inputs.run(impl), device)

@@ -19,6 +19,8 @@ from dsv4_backend.files import atomic_file
 from dsv4_backend.installed import version
 
 Row = dict[str, Any]
+_WIDTH = 1000
+"""Room that cuts no column: Rich would cut names and numbers to fit a terminal, which can wrap a line instead."""
 
 
 def environment(device: torch.device) -> dict[str, str]:
@@ -37,8 +39,8 @@ def environment(device: torch.device) -> dict[str, str]:
 
 
 def print_table(title: str, rows: Sequence[Row], env: dict[str, str]) -> None:
-    """One line a case; columns are the keys of the first row."""
-    console = Console(highlight=False, soft_wrap=True, width=None if sys.stdout.isatty() else 160)
+    """One line a case, however long; columns are the keys of the first row."""
+    console = Console(highlight=False, soft_wrap=True, width=_WIDTH)
     console.print(" | ".join(f"{key} {value}" for key, value in env.items()))
     table = Table(title=title, box=None, title_justify="left")
     for name in rows[0]:

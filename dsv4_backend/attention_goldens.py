@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -12,7 +11,7 @@ import numpy as np
 import torch
 
 from dsv4_backend.config import DSV4Config
-from dsv4_backend.goldens import check_folder, load_arrays
+from dsv4_backend.goldens import load_arrays, load_manifest
 from dsv4_backend.layer_weights import layer_weights
 
 _CONFIG = {
@@ -107,8 +106,7 @@ def load_attention_goldens(directory: Path) -> list[AttentionGolden]:
     Raises:
         ValueError: the folder or its manifest.json is missing, there is no golden, or one of them cannot be read.
     """
-    check_folder(directory)
-    manifest = _load_manifest(directory / "manifest.json")
+    manifest = _by_file(directory / "manifest.json", load_manifest(directory, "attention"))
     goldens = []
     for path in sorted(directory.glob("*.npz")):
         if path.name not in manifest:
@@ -121,10 +119,11 @@ def load_attention_goldens(directory: Path) -> list[AttentionGolden]:
     return goldens
 
 
-def _load_manifest(path: Path) -> dict[str, dict[str, Any]]:
+def _by_file(path: Path, manifest: Any) -> dict[str, dict[str, Any]]:
+    """Entries of the manifest at `path` by the file that they describe; ValueError where it has none."""
     try:
-        return {entry["file"]: entry for entry in json.loads(path.read_text())["files"]}
-    except (OSError, ValueError, KeyError, TypeError) as error:
+        return {entry["file"]: entry for entry in manifest["files"]}
+    except (KeyError, TypeError) as error:
         raise ValueError(f"{path}: expected the goldens' manifest, got {type(error).__name__}: {error}") from error
 
 

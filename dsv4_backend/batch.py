@@ -129,6 +129,8 @@ class RawBatch:
         if slots == expected:
             return
         hint = ""
-        if self.mode is ForwardMode.DECODE and size and slots > size and slots % size == 0:
-            hint = f"; a list of {slots // size} steps goes to build_draft_steps as a whole, or here as one slice"
+        if self.mode is ForwardMode.DECODE and slots > size > 0:
+            hint = "; mode EXTEND takes several rows of a request, DRAFT_DECODE the slots of all draft steps"
+        elif self.mode is ForwardMode.DRAFT_DECODE and slots == size * self.topk:
+            hint = "; build_draft_steps takes the slots of all steps, not those of one"
         raise ValueError(f"out_cache_loc: expected {expected} slots ({why}), got {slots}{hint}")

@@ -15,6 +15,9 @@ OVERLAP_ROWS = 4
 
 IntOrTensor = TypeVar("IntOrTensor", int, torch.Tensor)
 
+_DRAFT_RINGS = {"c4_ring": 16, "c128_ring": 256}
+"""Rings of `CacheGeometry.for_drafts`."""
+
 
 def trunc_div(a: IntOrTensor, b: int) -> IntOrTensor:
     """`a / b` rounded toward zero, as C does for integers; `b` > 0."""
@@ -73,7 +76,7 @@ class CacheGeometry:
         Raises:
             ValueError: negative, or more than the speculative rings can roll back.
         """
-        geom = cls() if num_draft_tokens == 0 else cls(c4_ring=16, c128_ring=256)
+        geom = cls() if num_draft_tokens == 0 else cls(**_DRAFT_RINGS)
         geom.check_drafts(num_draft_tokens)
         return geom
 
@@ -95,9 +98,11 @@ class CacheGeometry:
         # The ratio with the least room over its read window is the one that refuses.
         ratio = min(RATIOS, key=lambda r: self.ring(r) - READ_WINDOW[r])
         need = num_draft_tokens + READ_WINDOW[ratio] - 2
+        fits = num_draft_tokens <= CacheGeometry(**_DRAFT_RINGS).draft_capacity
+        hint = f"; CacheGeometry.for_drafts({num_draft_tokens}) has rings that large" if fits else ""
         raise ValueError(
             f"num_draft_tokens: expected at most {self.draft_capacity}, got {num_draft_tokens} "
-            f"(needs {need} rows in the ratio-{ratio} ring of {self.ring(ratio)})"
+            f"(needs {need} rows in the ratio-{ratio} ring of {self.ring(ratio)}){hint}"
         )
 
     def check_requests(self, num_requests: int) -> None:

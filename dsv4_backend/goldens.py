@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -116,6 +117,25 @@ def check_folder(directory: Path) -> None:
     if not directory.is_dir():
         found = "a file" if directory.exists() else "nothing"
         raise ValueError(f"{directory}: expected a folder of goldens, got {found}")
+
+
+def load_manifest(directory: Path, kind: str) -> Any:
+    """What manifest.json in a folder of `kind` goldens holds.
+
+    Raises:
+        ValueError: there is no such folder, no such file, or no readable JSON in it.
+    """
+    check_folder(directory)
+    path = directory / "manifest.json"
+    if not path.is_file():
+        raise ValueError(
+            f"{directory}: expected a folder of {kind} goldens, manifest.json and the .npz files that it lists, got "
+            "one without manifest.json"
+        )
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise ValueError(f"{path}: expected a readable JSON file, got {type(error).__name__}: {error}") from error
 
 
 def load_pool(path: Path, full_to_swa: str) -> tuple[np.ndarray, np.ndarray]:

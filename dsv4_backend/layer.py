@@ -292,7 +292,9 @@ class DSV4Attention(nn.Module):
     def _check(self, x: torch.Tensor, meta: AttnMetadata, cache: LayerCache) -> None:
         expect_type("meta", meta, AttnMetadata)
         expect_type("cache", cache, LayerCache)
-        expect_tensor("x", x, dtypes=(self.dtype,), ndim=2, size=meta.num_rows, device=self.wkv.device)
+        expect_tensor("x", x, dtypes=(self.dtype,), ndim=2, device=self.wkv.device)
+        if len(x) != meta.num_rows:
+            raise ValueError(f"x: expected {meta.num_rows} rows, those of meta, got {len(x)}")
         if x.shape[1] != self.cfg.hidden_size:
             raise ValueError(f"x: expected {self.cfg.hidden_size} columns, got {x.shape[1]}")
         if cache.ratio != self.ratio:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -14,7 +13,7 @@ import torch
 from dsv4_backend.batch import ForwardMode, RawBatch
 from dsv4_backend.config import DSV4Config
 from dsv4_backend.geometry import CacheGeometry
-from dsv4_backend.goldens import check_folder, load_arrays, load_pool
+from dsv4_backend.goldens import load_arrays, load_manifest, load_pool
 from dsv4_backend.metadata import FIELDS
 from dsv4_backend.tables import RequestTables
 
@@ -216,12 +215,7 @@ def load_metadata_goldens(directory: Path) -> list[MetadataGolden]:
     Raises:
         ValueError: the folder or its manifest is missing, lists none, or what it lists is not a readable golden.
     """
-    check_folder(directory)
-    path = directory / "manifest.json"
-    try:
-        manifest = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
-        raise ValueError(f"{path}: expected a readable JSON file, got {type(error).__name__}: {error}") from error
+    manifest, path = load_manifest(directory, "metadata"), directory / "manifest.json"
     cases = manifest.get("cases") if isinstance(manifest, dict) else None
     if not isinstance(cases, list) or not cases:
         raise ValueError(f"{path}: expected a list of cases with at least one, got {_short(cases)}")

@@ -50,7 +50,7 @@ def test_wrong_entries_are_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(bench.Inputs, "run", wrong_once)
     with pytest.raises(RuntimeError, match="c4: state differs from the reference"):
-        bench._run_case(small_cases()[0], CPU, "torch", None)
+        bench.run_case(small_cases()[0], CPU, "torch", None)
 
 
 @pytest.mark.parametrize("case", small_cases()[:3], ids=lambda case: case.id)

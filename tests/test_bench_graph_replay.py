@@ -32,6 +32,18 @@ def test_writes_what_it_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     assert files[2].read_bytes().startswith(b"\x89PNG")
 
 
+def test_columns_are_cut_nowhere(monkeypatch: pytest.MonkeyPatch) -> None:
+    run = bench.run
+    monkeypatch.setattr(bench, "run", lambda device, progress: run(device, progress, (1,)))
+    result = CliRunner(env={"COLUMNS": "60"}).invoke(cli.app, ["bench", "graph-replay", "--device", "cpu"])
+    assert result.exit_code == 0, result.output
+    (header,) = (line.split() for line in result.stdout.splitlines() if line.strip().startswith("case "))
+    assert " ".join(header) == (
+        "case copy gpu meta gpu graph gpu hand gpu extra gpu copy host prep host out host all host extra host eager "
+        "launches meta launches capture s pool MiB"
+    )
+
+
 def test_wrong_drafts_are_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(bench, "_gpu_times", lambda *args: pytest.fail("timed"))
     output = StaticBuffers.output

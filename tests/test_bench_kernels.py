@@ -11,7 +11,7 @@ import torch
 from typer.testing import CliRunner
 
 from dsv4_backend import cli
-from dsv4_bench import attention, attention_peers, compressor, indexer
+from dsv4_bench import attention, attention_peers, compressor, indexer, kernels
 
 CPU = torch.device("cpu")
 SMALL = attention.Case(3, 2, "bf16", window=5, selected=7, pages=2)
@@ -49,6 +49,38 @@ def test_writes_what_it_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         "c4",
     ]
     assert all(row["host us"] > 0 and row["gpu us"] is None and row["peer"] is None for row in rows)
+
+
+def test_a_cpu_runs_the_small_cases_and_says_how_many_it_leaves_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    chosen = kernels.choose(CPU)
+    assert {(case.rows, case.format) for case in chosen.attention} == {(1, "fp8"), (1, "bf16")}
+    assert {(case.rows, case.entries) for case in chosen.indexer} == {(1, 1250), (1, 16_384)}
+    assert {case.ratio for case in chosen.compressor} == {0, 4, 128}
+    assert kernels.choose(torch.device("cuda")) == (attention.cases(), indexer.cases(), compressor.cases())
+    assert kernels.left_out(torch.device("cuda")) == ""
+    monkeypatch.setattr(attention, "cases", lambda: [SMALL, attention.Case(512, 64, "bf16")])
+    monkeypatch.setattr(indexer, "cases", lambda: [indexer.Case(1, 262_144)])
+    monkeypatch.setattr(compressor, "cases", lambda: [compressor.Case("c4", 4, (65_536,), (65_536,))])
+    file = tmp_path / "kernels.json"
+    result = CliRunner().invoke(
+        cli.app, ["bench", "kernels", "--device", "cpu", "--impl", "torch", "--json", str(file)]
+    )
+    assert result.exit_code == 0, result.output
+    written = json.loads(file.read_text())
+    assert [row["case"] for row in written["rows"]] == [SMALL.id]
+    title = "kernels of a layer, impl torch; 3 of 4 cases left out, which take too long on a CPU"
+    assert written["environment"]["title"] == title
+    assert title in result.stdout
+    assert result.stderr == f"kernels: {SMALL.id}\n"
+
+
+def test_the_peers_are_looked_for_before_anything_is_timed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(attention_peers, "find", lambda directory: [])
+    monkeypatch.setattr(attention, "cases", lambda: pytest.fail("measured"))
+    with pytest.raises(ValueError, match=r"--peer: expected a folder with compressor_peer\.py"):
+        kernels.run(CPU, "torch", tmp_path, lambda case: None)
 
 
 def test_cases_are_those_of_the_design() -> None:

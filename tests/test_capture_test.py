@@ -244,6 +244,15 @@ def test_the_kernels_are_clean_in_the_interpreter(case: str) -> None:
     assert found.check(0) == capture_metadata.REPLAYS
 
 
+def test_the_line_about_rounds_counts_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    arguments = ("--device", "cpu", "--suite", "runner", "--case", "recapture-hash", "--seconds", 0)
+    code, output = run(*arguments)
+    assert code == 0, output
+    assert "\n1 whole round in " in output
+    monkeypatch.setattr(capture_test, "run", lambda *rest: capture_test.Outcome(rounds=2))
+    assert "2 whole rounds in 0.0 s" in run(*arguments)[1]
+
+
 def test_rounds_end_with_the_time_and_stop_at_the_first_difference() -> None:
     seeds: list[int] = []
 

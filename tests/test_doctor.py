@@ -108,6 +108,17 @@ def test_memory_follows_capacity_and_model() -> None:
     assert "one a request" in result.output
 
 
+def test_memory_is_cut_nowhere() -> None:
+    result = CliRunner(env={"COLUMNS": "60"}).invoke(app, ["doctor", "--memory"])
+    assert result.exit_code == 0, result.output
+    headers = [line.split() for line in result.output.splitlines() if line.strip().startswith(("mode ", "model "))]
+    assert [" ".join(words) for words in headers] == [
+        "mode rows V4-Flash, 64K tokens V4-Pro, 64K tokens V4-Flash, 1024K tokens V4-Pro, 1024K tokens page tables",
+        "model format requests window c4 c128 index keys state total rings (ratio 4 / ratio 128)",
+    ]
+    assert "…" not in result.output
+
+
 def cache_sizes(*options: str) -> dict[tuple[str, ...], list[float]]:
     """The table of caches: (model, format, requests, rings) to GiB by kind and in all."""
     result = CliRunner(env={"COLUMNS": "200"}).invoke(app, ["doctor", "--memory", *options])

@@ -413,3 +413,31 @@ def test_the_page_runs(source: str, tmp_path: Path) -> None:
     done = subprocess.run([sys.executable, "-c", source], cwd=tmp_path, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("[") == 3
+
+
+def test_command_says_what_it_runs_before_it_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    from dsv4_examples.hf_dsv4 import serving
+
+    def stop(*arguments: object) -> None:
+        raise SystemExit(7)
+
+    monkeypatch.setattr(serving, "serve", stop)
+    code, output = run("--requests", "2", "--device", "cpu")
+    assert code == 7
+    assert output == "tiny, kv fp32, impl torch, executor eager on cpu\n"
+
+
+def test_command_says_how_far_it_is_where_there_is_no_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    from dsv4_backend.commands import generate
+
+    plain_lines = generate.plain_lines
+    monkeypatch.setattr(generate, "plain_lines", lambda what, every: plain_lines(what, 0.0))
+    result = CliRunner().invoke(
+        app, ["generate", "--requests", "2", "--max-new-tokens", "2", "--check", "--device", "cpu"]
+    )
+    assert result.exit_code == 0, result.output
+    lines = result.stderr.splitlines()
+    assert re.fullmatch(r"generate: 0 of 2 requests, \d tokens", lines[0])
+    assert re.fullmatch(r"generate: 2 of 2 requests, \d tokens", lines[-3])
+    assert lines[-2:] == ["check: 1 of 2 requests", "check: 2 of 2 requests"]
+    assert "requests, " not in result.stdout.split("part of a step")[0].split("tokens/s")[0]

@@ -130,8 +130,16 @@ def test_draft_capacity_is_that_of_the_tighter_ring(c4_ring: int, c128_ring: int
 def test_the_refusal_names_the_ring_that_is_too_small() -> None:
     with pytest.raises(ValueError, match=r"\(needs 17 rows in the ratio-4 ring of 16\)$"):
         CacheGeometry.for_drafts(11)
-    with pytest.raises(ValueError, match=r"\(needs 129 rows in the ratio-128 ring of 128\)$"):
+    with pytest.raises(ValueError, match=r"\(needs 129 rows in the ratio-128 ring of 128\); "):
         CacheGeometry(c4_ring=16).check_drafts(3)
+
+
+@pytest.mark.parametrize("drafts", [3, 10])
+def test_the_refusal_names_the_geometry_that_is_large_enough(drafts: int) -> None:
+    hint = rf"; CacheGeometry.for_drafts\({drafts}\) has rings that large$"
+    with pytest.raises(ValueError, match=hint):
+        CacheGeometry().check_drafts(drafts)
+    CacheGeometry.for_drafts(drafts).check_drafts(drafts)
 
 
 @pytest.mark.parametrize(

@@ -231,7 +231,7 @@ def test_refusals_before_anything_is_written() -> None:
     before = harness.snapshot()
     for arguments, message in (
         ((x.bfloat16(), meta, cache), "x: expected dtype float32, got bfloat16"),
-        ((x[:3], meta, cache), "x: expected 20 elements, got 3"),
+        ((x[:3], meta, cache), "x: expected 20 rows, those of meta, got 3"),
         ((x[:, :8], meta, cache), "x: expected 64 columns, got 8"),
         ((x, meta, thin), "cache.index_keys: expected head_dim 32 and rope_dim 16, got 64 and 16"),
         ((x, meta, other), "cache: expected that of a layer of ratio 4, got one of ratio 128"),

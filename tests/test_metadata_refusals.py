@@ -67,13 +67,13 @@ REFUSED_BATCHES = [
     (
         DECODE,
         {"out_cache_loc": torch.arange(6)},
-        "out_cache_loc: expected 2 slots (one for each of 2 requests), got 6; a list of 3 steps goes to "
-        "build_draft_steps as a whole, or here as one slice",
+        "out_cache_loc: expected 2 slots (one for each of 2 requests), got 6; mode EXTEND takes several "
+        "rows of a request, DRAFT_DECODE the slots of all draft steps",
     ),
     (
         DECODE,
         {"out_cache_loc": torch.arange(5)},
-        "out_cache_loc: expected 2 slots (one for each of 2 requests), got 5",
+        "out_cache_loc: expected 2 slots (one for each of 2 requests), got 5; mode EXTEND takes several ",
     ),
     (DECODE, {"extend_lens": lens(1, 1)}, "extend_lens: expected none in mode DECODE, got a tensor"),
     (DRAFT, {"extend_lens": lens(1, 1)}, "extend_lens: expected none in mode DRAFT_DECODE, got a tensor"),
@@ -105,7 +105,12 @@ REFUSED_BATCHES = [
     (DECODE, {"num_steps": -1}, "num_steps: expected an int of at least 0 in mode DECODE, got -1"),
     (DRAFT, {"topk": 0}, "topk: expected an int of at least 1 in mode DRAFT_DECODE, got 0"),
     (DRAFT, {"topk": 2}, "out_cache_loc: expected 12 slots (2 requests x 2 x 3 steps), got 6"),
-    (DRAFT, {"out_cache_loc": lens(5, 9)}, "out_cache_loc: expected 6 slots (2 requests x 1 x 3 steps), got 2"),
+    (
+        DRAFT,
+        {"out_cache_loc": lens(5, 9)},
+        "out_cache_loc: expected 6 slots (2 requests x 1 x 3 steps), got 2; build_draft_steps takes the slots of all "
+        "steps, not those of one",
+    ),
 ]
 
 

@@ -109,7 +109,13 @@ def test_command_refuses_options(options: tuple[str, str]) -> None:
 
 
 def test_bad_folders_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"manifest.json: expected the goldens' manifest"):
+    with pytest.raises(ValueError, match=r"expected a folder of attention goldens, .* got one without manifest.json"):
+        load_attention_goldens(tmp_path)
+    (tmp_path / "manifest.json").write_text("{'files': []}")
+    with pytest.raises(ValueError, match=r"manifest.json: expected a readable JSON file, got JSONDecodeError"):
+        load_attention_goldens(tmp_path)
+    (tmp_path / "manifest.json").write_text(json.dumps({"cases": []}))
+    with pytest.raises(ValueError, match=r"manifest.json: expected the goldens' manifest, got KeyError"):
         load_attention_goldens(tmp_path)
     (tmp_path / "manifest.json").write_text(json.dumps({"files": []}))
     with pytest.raises(ValueError, match="expected at least one golden"):

@@ -131,7 +131,12 @@ def test_no_folder(tmp_path: Path) -> None:
 
 
 def test_no_manifest(tmp_path: Path) -> None:
-    expect_refusal(verify(tmp_path), tmp_path / "manifest.json", "expected a readable JSON file, got FileNotFoundError")
+    """As in a folder of goldens of another kind."""
+    result = verify(tmp_path)
+    expect_refusal(result, tmp_path, "expected a folder of metadata goldens, manifest.json and the .npz files")
+    assert "got one without manifest.json" in result.output
+    result = dsv4("verify", "attention", tmp_path, "--device", "cpu")
+    expect_refusal(result, tmp_path, "expected a folder of attention goldens, manifest.json and the .npz files")
 
 
 @pytest.mark.parametrize(

@@ -2,22 +2,35 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from importlib import import_module
 from pathlib import Path
+from types import ModuleType
 from typing import Annotated, Any, NamedTuple
 
 import torch
 import typer
-from rich.console import Console
 
-from dsv4_backend.commands.common import DeviceOption, ImplOption, clean_errors, pick_device
+from dsv4_backend.commands.common import DeviceOption, ImplOption, clean_errors, pick_device, show_progress
 from dsv4_backend.dispatch import resolve_impl
 from dsv4_backend.files import check_writable
 from dsv4_backend.installed import check_plotting
 
 app = typer.Typer(help="Measure this machine: equality first, then time.", no_args_is_help=True)
 
-PeerOption = Annotated[Path | None, typer.Option(metavar="DIR", help="Folder with the released peer's script.")]
+_EVERY = 1.0
+"""Least seconds between two lines about progress where stderr is no terminal."""
+
+
+def _peer_option(files: str) -> Any:
+    text = f"Folder with what runs the released peer: {files}. It is not distributed with this project."
+    return typer.Option(metavar="DIR", help=text)
+
+
+PlannerPeerOption = Annotated[Path | None, _peer_option("planner_peer.py and its folder s23")]
+MetadataPeerOption = Annotated[Path | None, _peer_option("metadata_peer.py")]
+CompressorPeerOption = Annotated[Path | None, _peer_option("compressor_peer.py")]
+KernelsPeerOption = Annotated[Path | None, _peer_option("flashmla_peer.py and compressor_peer.py")]
 CsvOption = Annotated[Path | None, typer.Option(metavar="FILE", help="Write the table as CSV.")]
 JsonOption = Annotated[Path | None, typer.Option(metavar="FILE", help="Write the table and the machine as JSON.")]
 PlotOption = Annotated[Path | None, typer.Option(metavar="FILE.png", help="Draw the table (extra 'bench').")]
@@ -56,7 +69,7 @@ class _Files(NamedTuple):
 def planner(
     impl: ImplOption = "auto",
     device: DeviceOption = "auto",
-    peer: PeerOption = None,
+    peer: PlannerPeerOption = None,
     csv: CsvOption = None,
     json: JsonOption = None,
     plot: PlotOption = None,
@@ -69,7 +82,7 @@ def planner(
 def metadata(
     impl: ImplOption = "auto",
     device: DeviceOption = "auto",
-    peer: PeerOption = None,
+    peer: MetadataPeerOption = None,
     csv: CsvOption = None,
     json: JsonOption = None,
     plot: PlotOption = None,
@@ -82,7 +95,7 @@ def metadata(
 def compressor(
     impl: ImplOption = "auto",
     device: DeviceOption = "auto",
-    peer: PeerOption = None,
+    peer: CompressorPeerOption = None,
     csv: CsvOption = None,
     json: JsonOption = None,
     plot: PlotOption = None,
@@ -95,13 +108,17 @@ def compressor(
 def kernels(
     impl: ImplOption = "auto",
     device: DeviceOption = "auto",
-    peer: PeerOption = None,
+    peer: KernelsPeerOption = None,
     csv: CsvOption = None,
     json: JsonOption = None,
     plot: PlotOption = None,
 ) -> None:
-    """Time attention, indexer and compressor, one line a case, beside FlashMLA, FlashInfer and SGLang where given."""
-    _beside_peer("kernels", "kernels of a layer", impl, device, peer, _Files(csv, json, plot))
+    """Time attention, indexer and compressor, one line a case, beside FlashMLA, FlashInfer and SGLang where given.
+
+    On a CPU only the host's time is known, and cases that take too long there are left out.
+    """
+    files = _Files(csv, json, plot)
+    _beside_peer("kernels", "kernels of a layer", impl, device, peer, files, lambda bench, where: bench.left_out(where))
 
 
 @app.command("graph-replay")
@@ -111,7 +128,24 @@ def graph_replay(
     json: JsonOption = None,
     plot: PlotOption = None,
 ) -> None:
-    """Time the draft graph runner by bucket: copies, metadata, replay, outputs; beside a graph written by hand."""
+    """Time the draft graph runner by bucket: copies, metadata, replay, outputs; beside a graph written by hand.
+
+    Columns, in microseconds on the GPU or on the host:
+
+    copy: inputs into the runner's buffers
+
+    meta: metadata of all draft steps
+
+    graph: the runner's graph, metadata included
+
+    hand: a graph of the draft model alone, written by hand
+
+    extra: what the runner adds to the graph written by hand
+
+    prep, out, all: preparing metadata, slicing outputs, a whole replay
+
+    eager: the same drafts without graphs, from call to result
+    """
     files = _Files(csv, json, plot)
     with clean_errors():
         where = pick_device(device)
@@ -119,15 +153,25 @@ def graph_replay(
 
     from dsv4_bench import graph_replay as bench
 
-    status = Console(stderr=True).status("graph-replay")
-    with clean_errors(), status:
-        rows, about = bench.run(where, lambda bucket: status.update(bucket))
+    with clean_errors(), show_progress("graph-replay", _EVERY) as progress:
+        rows, about = bench.run(where, progress)
     with clean_errors():
         files.write(where, about, rows, ("graph gpu", "hand gpu", "all host", "eager"))
 
 
-def _beside_peer(name: str, title: str, impl: str, device: str, peer: Path | None, files: _Files) -> None:
-    """Runs `dsv4_bench.<name>` and writes its table, once everything that can be refused has been."""
+def _beside_peer(
+    name: str,
+    title: str,
+    impl: str,
+    device: str,
+    peer: Path | None,
+    files: _Files,
+    note: Callable[[ModuleType, torch.device], str] = lambda bench, where: "",
+) -> None:
+    """Runs `dsv4_bench.<name>` and writes its table, once everything that can be refused has been.
+
+    `note` gives the end of the table's title.
+    """
     with clean_errors():
         where = pick_device(device)
         chosen = resolve_impl(impl, where)
@@ -136,8 +180,7 @@ def _beside_peer(name: str, title: str, impl: str, device: str, peer: Path | Non
             raise ValueError(f"--peer: expected a CUDA GPU to run it on, got {where}")
 
     bench = import_module(f"dsv4_bench.{name}")
-    status = Console(stderr=True).status(name)
-    with clean_errors(), status:
-        rows = bench.run(where, chosen, peer, lambda case: status.update(case))
+    with clean_errors(), show_progress(name, _EVERY) as progress:
+        rows = bench.run(where, chosen, peer, progress)
     with clean_errors():
-        files.write(where, f"{title}, impl {chosen}", rows, ("gpu us", "peer gpu us"))
+        files.write(where, f"{title}, impl {chosen}{note(bench, where)}", rows, ("gpu us", "peer gpu us"))

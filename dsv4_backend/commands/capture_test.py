@@ -11,12 +11,12 @@ import torch
 import typer
 from rich.console import Console
 
-from dsv4_backend.commands.common import DeviceOption, clean_errors, pick_device
+from dsv4_backend.commands.common import DeviceOption, clean_errors, pick_device, show_progress
 from dsv4_backend.files import atomic_file, check_writable
 
 
 def capture_test(
-    seconds: Annotated[float, typer.Option(help="Time to spend; one whole round at least.")] = 30.0,
+    seconds: Annotated[float, typer.Option(help="Time to spend; at least one whole round, minutes on a CPU.")] = 30.0,
     suite: Annotated[list[str] | None, typer.Option(help="Only this suite; may be repeated.", metavar="NAME")] = None,
     case: Annotated[str | None, typer.Option(help="Only this case.", metavar="ID")] = None,
     seed: Annotated[int, typer.Option(help="Seed of the first round; each round adds one.")] = 0,
@@ -43,17 +43,17 @@ def capture_test(
     console = Console(highlight=False, soft_wrap=True)
     env = _environment(where)
     console.print(" | ".join(f"{name} {value}" for name, value in env.items()), markup=False)
-    status = Console(stderr=True).status("capture-test")
-    with status:
+    with show_progress("capture-test", every=10.0) as progress:
         outcome = bench.run(
             chosen,
             seconds,
             seed,
-            lambda what, replays, spent: status.update(f"{what}: {replays:,} replays, {spent:.0f} of {seconds:.0f} s"),
+            lambda what, replays, spent: progress(f"{what}: {replays:,} replays, {_spent(spent, seconds)}"),
         )
     for name in outcome.cases:
         console.print(f"{name}: {outcome.cases[name]:,} cases, {outcome.replays[name]:,} replays")
-    console.print(f"{outcome.rounds} whole rounds in {outcome.seconds:.1f} s, executor {options.executor} on {where}")
+    rounds = f"{outcome.rounds:,} whole round{'s' * (outcome.rounds != 1)}"
+    console.print(f"{rounds} in {outcome.seconds:.1f} s, executor {options.executor} on {where}")
     found = outcome.found
     repeat = None
     if found is not None:
@@ -68,6 +68,12 @@ def capture_test(
         with clean_errors():
             _write(json, env, vars(outcome) | {"found": None if found is None else vars(found), "repeat": repeat})
     raise typer.Exit(0 if found is None else 1)
+
+
+def _spent(spent: float, seconds: float) -> str:
+    if spent <= seconds:
+        return f"{spent:.0f} of {seconds:.0f} s"
+    return f"{spent:.0f} s, until the first round is whole"
 
 
 def _environment(device: torch.device) -> dict[str, str]:

@@ -1,13 +1,16 @@
-"""What the commands share: options, and one clear line for a bad input."""
+"""What the commands share: options, one clear line for a bad input, and what they say while they work."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import sys
+import time
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Annotated
 
 import torch
 import typer
+from rich.console import Console
 
 ImplOption = Annotated[str, typer.Option(help="Implementation: auto, triton or torch.")]
 DeviceOption = Annotated[str, typer.Option(help="Where to run: auto (the GPU if there is one), cpu or cuda.")]
@@ -33,3 +36,32 @@ def pick_device(name: str) -> torch.device:
     if name == "cuda" and not has_cuda:
         raise ValueError("--device: expected a CUDA GPU for cuda, got a machine or a torch build without one")
     return torch.device("cuda", torch.cuda.current_device()) if name == "cuda" else torch.device("cpu")
+
+
+@contextmanager
+def show_progress(what: str, every: float) -> Iterator[Callable[[str], None]]:
+    """Gives a call that says on stderr how far a command is: a status line on a terminal, `plain_lines` elsewhere.
+
+    Args:
+        what: the work, which begins a plain line.
+        every: least seconds between two plain lines.
+    """
+    if not sys.stderr.isatty():
+        yield plain_lines(what, every)
+        return
+    with Console(stderr=True).status(what) as status:
+        yield status.update
+
+
+def plain_lines(what: str, every: float) -> Callable[[str], None]:
+    """A call that prints `what` and a text on stderr, unless its last line is younger than `every` seconds."""
+    last: float | None = None
+
+    def say(text: str) -> None:
+        nonlocal last
+        now = time.monotonic()
+        if last is None or now - last >= every:
+            last = now
+            typer.echo(f"{what}: {text}", err=True)
+
+    return say

@@ -26,6 +26,8 @@ PACKAGES = ("torch", "triton", "numpy", "einops", "rich", "typer", "matplotlib",
 MEMORY_CAPACITIES = (65_536, 1_048_576)
 MEMORY_REQUESTS = (1, 8, 64)
 MEMORY_CHUNK = 8192
+MEMORY_WIDTH = 1000
+"""Room that cuts no column of numbers, which a narrow terminal wraps instead."""
 MEMORY_ROWS = {
     ForwardMode.DECODE: (1, 64, 256),
     ForwardMode.TARGET_VERIFY: (4, 256, 1024),
@@ -49,6 +51,7 @@ def doctor(memory: MemoryOption = False, requests: RequestsOption = None) -> Non
             if requests < 1:
                 raise ValueError(f"--requests: expected at least 1, got {requests}")
     if memory:
+        console.width = MEMORY_WIDTH
         console.print(_metadata_table())
         console.print()
         console.print(_cache_table(MEMORY_REQUESTS if requests is None else (requests,)))
@@ -95,7 +98,7 @@ def _cache_table(requests: tuple[int, ...]) -> Table:
     context = MEMORY_CAPACITIES[-1]
     title = f"cache of all layers, {context:,} tokens a request, prompt chunks of {MEMORY_CHUNK:,}, GiB"
     table = Table("model", "format", "requests", box=None, title=title, title_justify="left")
-    for name in (*kinds, "total", "rings"):
+    for name in (*kinds, "total", "rings (ratio 4 / ratio 128)"):
         table.add_column(name, justify="right")
     device = torch.device("meta")
     for name, cfg in {"V4-Flash": DSV4Config.v4_flash(), "V4-Pro": DSV4Config.v4_pro()}.items():

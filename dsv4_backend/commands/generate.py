@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from dsv4_backend.commands.common import DeviceOption, ImplOption, clean_errors, pick_device
+from dsv4_backend.commands.common import DeviceOption, ImplOption, clean_errors, pick_device, plain_lines
 from dsv4_backend.dispatch import resolve_impl
 from dsv4_backend.installed import check_transformers
 from dsv4_backend.layouts import FORMATS
@@ -91,6 +91,9 @@ def generate(
         )
         if drafts:
             _speculate(engine, example.draft_layers, draft_window, executor)
+    console = Console(highlight=False, soft_wrap=True)
+    title = f"{config}, kv {kv}, impl {chosen}, executor {engine.executor} on {where}"
+    console.print(title, markup=False)
     engine.capture()
     if where.type == "cuda":
         warm_up(engine)
@@ -98,8 +101,7 @@ def generate(
         start = time.perf_counter()
         served = serve(engine, jobs, lambda done, tokens: advance(done, f"{tokens:,} tokens"))
         seconds = time.perf_counter() - start
-    console = Console(highlight=False, soft_wrap=True)
-    _print_report(console, engine, seconds, f"{config}, kv {kv}, impl {chosen}, executor {engine.executor} on {where}")
+    _print_report(console, engine, seconds)
     different = check and not _same_tokens(console, hf, engine, served)
     if engine.executor == "cuda_graph":
         spent = statistics.median(metadata_us(engine))
@@ -131,6 +133,11 @@ def _check_choice(name: str, value: str, choices: tuple[str, ...]) -> None:
 
 @contextmanager
 def _bar(what: str, total: int) -> Iterator[Callable[[int, str], None]]:
+    """Gives a call that takes how many requests are done, and a note: a bar on a terminal, plain lines elsewhere."""
+    if not sys.stderr.isatty():
+        say = plain_lines(what, every=5.0)
+        yield lambda done, note: say(f"{done:,} of {total:,} requests{note and ', '}{note}")
+        return
     columns = (
         TextColumn(what),
         BarColumn(),
@@ -138,16 +145,15 @@ def _bar(what: str, total: int) -> Iterator[Callable[[int, str], None]]:
         TextColumn("requests {task.fields[note]}"),
         TimeElapsedColumn(),
     )
-    with Progress(*columns, console=Console(stderr=True), disable=not sys.stderr.isatty(), transient=True) as bar:
+    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
         task = bar.add_task(what, total=total, note="")
         yield lambda done, note: bar.update(task, completed=done, note=note)
 
 
-def _print_report(console: Console, engine: Engine, seconds: float, title: str) -> None:
+def _print_report(console: Console, engine: Engine, seconds: float) -> None:
     found, scheduler = engine.statistics, engine.scheduler
     steps = found.steps.total()
     kinds = ", ".join(f"{count:,} {mode}" for mode, count in found.steps.items())
-    console.print(title, markup=False)
     console.print(f"{found.tokens:,} tokens in {seconds:.2f} s: {found.tokens / seconds:,.0f} tokens/s")
     console.print(f"{steps:,} steps ({kinds}), {found.rows:,} rows; {found.bucket_steps:,} in buckets")
     console.print(
