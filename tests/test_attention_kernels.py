@@ -68,9 +68,9 @@ def lists_of_all_lengths(columns: int, slots: int) -> Lists:
 @pytest.mark.parametrize("splits", [1, 3])
 def test_lists_that_several_rows_share(impl: str, device: str, splits: int) -> None:
     """Also with numbers of lists that there are not: such a row has no compressed entries."""
-    case = add_sink_and_rope(
-        make_case("fp32", device, heads=2, window=lists_of_all_lengths(20, 96), compressed=(4, 40))
-    )
+    window = lists_of_all_lengths(20, 96)
+    full = Lists([[1 + (7 * i + row) % 79 for i in range(40)] for row in range(4)], [40] * 4)
+    case = add_sink_and_rope(make_case("fp32", device, heads=2, window=window, compressed=full))
     lists = case.compressed_list
     assert lists is not None
     for chosen, count in (([1, 1, 0, 1], 2), ([-1, 0, 1, 4], 4), ([0, -(2**31), 2**31 - 1, 0], 1), ([0, 0, 0, 0], 0)):
