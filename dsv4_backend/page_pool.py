@@ -109,7 +109,8 @@ class PagePool:
             ValueError: no row is free, or a window page that must be resident is not.
         """
         if not self._free_rows:
-            raise ValueError("rows: expected a free request row, got none")
+            most = len(self.req_to_token) - 1
+            raise ValueError(f"rows: expected a free request row, got none (max_requests is {most}: close one first)")
         tokens = len(shared) * self.page_size
         first, last = max(0, tokens - window) // self.window_page_size, tokens // self.window_page_size
         homes = [self._home(shared, index) for index in range(first, last)]
@@ -126,7 +127,7 @@ class PagePool:
         return row
 
     def missing(self, row: int, length: int) -> tuple[int, int]:
-        """Full and window pages that `grow(row, length)` would take."""
+        """Full and window pages that `grow(row, length)` would take; compare them with what is free."""
         full = -(-length // self.page_size) - len(self._pages[row])
         window = -(-length // self.window_page_size) - self._window[row][1]
         return max(0, full), max(0, window)
@@ -137,17 +138,21 @@ class PagePool:
         window = (self._window[row][1] + len(self._free_window)) * self.window_page_size
         return min(full, window)
 
-    def grow(self, row: int, length: int) -> bool:
-        """Gives the first `length` positions of the request in `row` a slot; False, and no change, if pages are short.
+    def grow(self, row: int, length: int) -> None:
+        """Gives the first `length` positions of the request in `row` a slot. To ask first: `reach(row) >= length`.
 
         Raises:
-            ValueError: more positions than the table has columns.
+            ValueError: before anything is changed: pages are short, or more positions than the table has columns.
         """
-        if length > self.req_to_token.shape[1]:
-            raise ValueError(f"length: expected at most {self.req_to_token.shape[1]}, got {length}")
+        columns = self.req_to_token.shape[1]
+        if length > columns:
+            raise ValueError(f"length: expected at most {columns} for request {row}, got {length}")
         full, window = self.missing(row, length)
-        if full > len(self._free) or window > len(self._free_window):
-            return False
+        if full > self.free_pages or window > self.free_window_pages:
+            raise ValueError(
+                f"pages: expected {full} full and {window} window pages free for request {row} to grow to {length} "
+                f"tokens, got {self.free_pages} and {self.free_window_pages} (it can reach {self.reach(row)})"
+            )
         taken = [self._free.pop() for _ in range(full)]
         self.refs[taken] = 1
         self._append_pages(row, taken)
@@ -155,7 +160,6 @@ class PagePool:
         for index in range(last, last + window):
             self._map_window(*self._home(self._pages[row], index))
         self._window[row] = (first, last + window)
-        return True
 
     def slots(self, row: int, start: int, stop: int) -> np.ndarray:
         """int32 [stop - start]: slots of positions start .. stop - 1; a view."""

@@ -130,7 +130,7 @@ class World:
         slots, ids = [], []
         for lane, size in sizes.items():
             stop = lane.length + size
-            assert self.pool.grow(lane.row, stop)
+            self.pool.grow(lane.row, stop)
             slots.append(torch.from_numpy(self.pool.slots(lane.row, lane.length, stop).copy()).long())
             accepted = size if accepts is None else accepts[lane]
             own = lane.tokens[lane.length : stop]

@@ -73,7 +73,7 @@ def test_pages_and_rows_come_shuffled_and_the_same_for_a_seed() -> None:
         pool = make_pool()
         rows = [pool.open() for _ in range(4)]
         for row in rows:
-            assert pool.grow(row, 700 if row == rows[0] else 256)
+            pool.grow(row, 700 if row == rows[0] else 256)
         orders.append((rows, [list(pool.pages(row)) for row in rows]))
     assert orders[0] == orders[1]
     assert orders[0][0] != sorted(orders[0][0]) or orders[0][1][0] != sorted(orders[0][1][0])
@@ -84,11 +84,11 @@ def test_grow_takes_pages_at_borders_only() -> None:
     row = pool.open()
     used = []
     for length in (1, 255, 256, 257, 512, 513):
-        assert pool.grow(row, length)
+        pool.grow(row, length)
         used.append(len(pool.pages(row)))
     assert used == [1, 1, 1, 2, 2, 3]
-    assert pool.grow(row, 100), "a request keeps what it has"
-    assert len(pool.pages(row)) == 3
+    pool.grow(row, 100)
+    assert len(pool.pages(row)) == 3, "a request keeps what it has"
     check(pool, [row])
 
 
@@ -96,13 +96,17 @@ def test_grow_takes_pages_at_borders_only() -> None:
 def test_grow_that_does_not_fit_changes_nothing(pages: int, window_pages: int) -> None:
     pool = make_pool(pages, window_pages)
     row = pool.open()
-    assert pool.grow(row, 300)
+    pool.grow(row, 300)
     assert pool.reach(row) == 768
     before = pool.req_to_token.copy(), pool.full_to_swa.copy(), pool.free_pages, pool.free_window_pages
-    assert not pool.grow(row, 769)
+    assert pool.missing(row, 769) == (2, 2)
+    wanted = f"2 full and 2 window pages .* request {row} .* 769 .* got {pages - 2} and {window_pages - 2} .* reach 768"
+    with pytest.raises(ValueError, match=wanted):
+        pool.grow(row, 769)
     after = pool.req_to_token, pool.full_to_swa, pool.free_pages, pool.free_window_pages
     assert all(np.array_equal(a, b) for a, b in zip(before, after, strict=True))
-    assert pool.grow(row, 768)
+    pool.grow(row, 768)
+    check(pool, [row])
 
 
 @pytest.mark.parametrize("window_page", [256, 128, 64])
@@ -129,9 +133,9 @@ def test_bad_calls_are_refused() -> None:
         make_pool(window_page=96)
     pool = make_pool(requests=1)
     row = pool.open()
-    with pytest.raises(ValueError, match="expected at most 3072, got 3073"):
+    with pytest.raises(ValueError, match="length: expected at most 3072 for request 1, got 3073"):
         pool.grow(row, 3073)
-    with pytest.raises(ValueError, match="expected a free request row, got none"):
+    with pytest.raises(ValueError, match=r"expected a free request row, got none \(max_requests is 1: close one first"):
         pool.open()
 
 
@@ -170,7 +174,7 @@ def test_fresh_window_pages_are_reported_once() -> None:
 def fill(pool: PagePool, cache: PrefixCache, chain: list[int], close: bool = True) -> int:
     """Computes the blocks of `chain` in a request of their own and offers them."""
     row = pool.open()
-    assert pool.grow(row, len(chain) * BLOCK + 1)
+    pool.grow(row, len(chain) * BLOCK + 1)
     for index in range(len(chain)):
         cache.insert(chain, index, pool.pages(row)[2 * index : 2 * index + 2])
     pool.trim_window(row, len(chain) * BLOCK + 1 - WINDOW)
@@ -275,9 +279,9 @@ def test_long_chains_are_evicted_without_recursion() -> None:
     row = pool.open()
     chain = list(range(2900))
     for index in range(len(chain)):
-        if not pool.grow(row, (index + 1) * BLOCK):
+        if pool.reach(row) < (index + 1) * BLOCK:
             cache.evict(0, 4)
-            assert pool.grow(row, (index + 1) * BLOCK)
+        pool.grow(row, (index + 1) * BLOCK)
         cache.insert(chain, index, [pool.pages(row)[index]])
         pool.trim_window(row, (index + 1) * BLOCK - WINDOW)
     for page in pool.pages(row)[1:]:
@@ -308,8 +312,13 @@ def test_no_sequence_of_calls_loses_a_page(window_page: int, data: st.DataObject
             chain, length, offered = rows[row]
             if action == "grow":
                 more = data.draw(st.integers(1, 600))
-                if length + more <= 2000 and pool.grow(row, length + more):
+                more = min(more, 2000 - length)
+                if length + more <= pool.reach(row):
+                    pool.grow(row, length + more)
                     rows[row] = (chain, length + more, offered)
+                else:
+                    with pytest.raises(ValueError, match="pages: expected"):
+                        pool.grow(row, length + more)
             elif action == "offer" and offered < min(len(chain), length // BLOCK):
                 first = pool.window_pages(row).start * pool.window_page_size
                 if first <= (offered + 1) * BLOCK - WINDOW:

@@ -93,3 +93,9 @@ def test_check_of_commands_trips() -> None:
 def test_python_runs(source: str, tmp_path: Path) -> None:
     done = subprocess.run([sys.executable, "-c", source], cwd=tmp_path, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
+
+
+def test_the_package_is_the_console_script() -> None:
+    done = subprocess.run([sys.executable, "-m", "dsv4_backend", "--help"], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert "capture-test" in done.stdout
