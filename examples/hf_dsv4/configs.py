@@ -61,7 +61,7 @@ class ExampleConfig:
     def build(self, seed: int = 0, device: torch.device | str = "cpu") -> DeepseekV4ForCausalLM:
         """The model in float32, with random weights, the same for a seed wherever it is built.
 
-        Every layer has a say in the logits, unlike with transformers' own initial weights, whose attention is all but
+        Every layer changes the logits, unlike with transformers' own initial weights, whose attention is all but
         silent: an error anywhere would go unnoticed in the tokens.
         """
         model = DeepseekV4ForCausalLM(self.hf_config()).float().eval().requires_grad_(False)
