@@ -98,7 +98,7 @@ def kernel_us(fn: Callable[[], object], names: Sequence[str]) -> float:
 
 def _gpu_events(fn: Callable[[], object]) -> list[Any]:
     torch.cuda.synchronize()
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA], acc_events=True) as profile:
         fn()
         torch.cuda.synchronize()
     return [event for event in profile.events() if event.device_type == torch.autograd.DeviceType.CUDA]
