@@ -111,20 +111,12 @@ class AttentionPeer(Protocol):
         ...
 
 
-def run(device: torch.device, impl: str, peers: list[AttentionPeer], progress: Callable[[str], None]) -> list[Row]:
-    """Checks, then times every case; a row each, with the fastest peer that serves it.
+def run_case(case: Case, device: torch.device, impl: str, peers: list[AttentionPeer]) -> Row:
+    """Checks, then times a case, and the fastest peer that serves it.
 
     Raises:
         RuntimeError: results differ from the reference, or a peer's from ours.
     """
-    rows = []
-    for case in cases():
-        progress(case.id)
-        rows.append(run_case(case, device, impl, peers))
-    return rows
-
-
-def run_case(case: Case, device: torch.device, impl: str, peers: list[AttentionPeer]) -> Row:
     inputs = Inputs(case, device)
     few = min(case.rows, CHECKED_ROWS)
     expect_close(f"{case.id}: result", inputs.run(impl)[:few], inputs.run("torch", few))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -62,20 +61,12 @@ class Inputs:
         select_topk(self.scores, self.lengths, self.page_table, PAGE, out=self.selected, impl=impl)
 
 
-def run(device: torch.device, impl: str, progress: Callable[[str], None]) -> list[Row]:
-    """Checks, then times every case; two rows each.
+def run_case(case: Case, device: torch.device, impl: str) -> list[Row]:
+    """Checks, then times a case: a row for scores, and one for the selection.
 
     Raises:
         RuntimeError: scores or a selection differ from the reference.
     """
-    rows: list[Row] = []
-    for case in cases():
-        progress(f"indexer {case.id}")
-        rows += run_case(case, device, impl)
-    return rows
-
-
-def run_case(case: Case, device: torch.device, impl: str) -> list[Row]:
     inputs = Inputs(case, device)
     check(inputs, impl)
     rows: list[Row] = []

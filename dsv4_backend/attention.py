@@ -22,7 +22,7 @@ QUERY_DTYPES = (torch.float32, torch.bfloat16)
 HEAD_DIMS = (16, 512)
 """The least and the most channels; a layout allows powers of two only."""
 MAX_SCALE = 1e30
-"""Kernels scale in float32, and by a little more."""
+"""Kernels multiply by scale * log2(e) in float32, which must stay finite."""
 
 
 def sparse_attention(

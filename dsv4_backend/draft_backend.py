@@ -94,7 +94,10 @@ class DSV4DraftBackend(DSV4AttnBackend):
         return frozen.metas
 
     def draft_fingerprint(self) -> tuple[object, ...]:
-        """Addresses that a recorded build uses beside those of its inputs and of what `bind_draft` returned."""
+        """Addresses that a recorded build uses beside those of its inputs and of what `bind_draft` returned.
+
+        Those of frozen windows are not among them: each bucket's are kept as long as the backend, and never replaced.
+        """
         return self.builder.draft_fingerprint()
 
     def _new_builder(self, max_rows: int, max_seq_len: int, impl: str) -> MetadataBuilder:

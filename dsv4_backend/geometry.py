@@ -99,7 +99,7 @@ class CacheGeometry:
         ratio = min(RATIOS, key=lambda r: self.ring(r) - READ_WINDOW[r])
         need = num_draft_tokens + READ_WINDOW[ratio] - 2
         fits = num_draft_tokens <= CacheGeometry(**_DRAFT_RINGS).draft_capacity
-        hint = f"; CacheGeometry.for_drafts({num_draft_tokens}) has rings that large" if fits else ""
+        hint = "; " + ", ".join(f"{name}={size}" for name, size in _DRAFT_RINGS.items()) + " hold them" if fits else ""
         raise ValueError(
             f"num_draft_tokens: expected at most {self.draft_capacity}, got {num_draft_tokens} "
             f"(needs {need} rows in the ratio-{ratio} ring of {self.ring(ratio)}){hint}"

@@ -142,8 +142,11 @@ class PagePool:
         """Gives the first `length` positions of the request in `row` a slot. To ask first: `reach(row) >= length`.
 
         Raises:
-            ValueError: before anything is changed: pages are short, or more positions than the table has columns.
+            ValueError: before anything is changed: no such request, pages are short, or more positions than the table
+                has columns.
         """
+        if row not in self._pages:
+            raise ValueError(f"row: expected a request that is open, got {row}")
         columns = self.req_to_token.shape[1]
         if length > columns:
             raise ValueError(f"length: expected at most {columns} for request {row}, got {length}")
@@ -224,6 +227,10 @@ class PagePool:
         )
         self._changes = ([], [])
         return rows, slots
+
+    def forget_changes(self) -> None:
+        """Lets the next `take_changes` report both tables as a whole, for a reader that lost what it was told."""
+        self._changes = None
 
     def _home(self, pages: Sequence[int], index: int) -> tuple[int, int]:
         return pages[index // self.parts], index % self.parts

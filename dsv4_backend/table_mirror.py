@@ -30,12 +30,13 @@ class TableMirror:
         if not self._shared:
             rows, slots = self._pool.take_changes()
             columns = self._pool.req_to_token.shape[1]
-            _copy_ranges(
-                self._pool.req_to_token,
-                self.tables.req_to_token,
-                [(r * columns + a, r * columns + b) for r, a, b in rows],
-            )
-            _copy_ranges(self._pool.full_to_swa, self.tables.full_to_swa, slots)
+            ranges = [(row * columns + start, row * columns + stop) for row, start, stop in rows]
+            try:
+                _copy_ranges(self._pool.req_to_token, self.tables.req_to_token, ranges)
+                _copy_ranges(self._pool.full_to_swa, self.tables.full_to_swa, slots)
+            except BaseException:
+                self._pool.forget_changes()  # the next call copies all
+                raise
         return self.tables
 
 

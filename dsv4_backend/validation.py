@@ -88,13 +88,18 @@ def expect_range(name: str, values: torch.Tensor, low: int, high: int, limit: st
 
 
 def expect_separate(name: str, tensor: torch.Tensor) -> None:
-    """Raises ValueError unless each element of a tensor that is to be written has memory of its own."""
+    """Raises ValueError unless each element of a tensor that is to be written has memory of its own.
+
+    Sure of that are strides that nest: each is at least what the smaller ones reach.
+    """
+    if not tensor.numel():
+        return
     extent = 1
     for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
         if size > 1:
             if stride < extent:
                 raise ValueError(
-                    f"{name}: expected elements that do not share memory, got shape {list(tensor.shape)} with strides "
-                    f"{list(tensor.stride())}"
+                    f"{name}: expected strides by which no elements share memory, got shape {list(tensor.shape)} with "
+                    f"strides {list(tensor.stride())}"
                 )
             extent += stride * (size - 1)

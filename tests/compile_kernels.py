@@ -15,7 +15,7 @@ from triton.compiler import ASTSource
 
 from compile_attention import attention_cases, index_cases
 from dsv4_backend.layouts import EntryLayout
-from dsv4_triton_kernels import compressor, kv_store, metadata, planner
+from dsv4_triton_kernels import attention_attend, compressor, kv_store, metadata, planner
 
 CAPABILITIES = (90, 100, 103, 120)
 INPUTS = ("seq_ptr", "extend_ptr", "req_ptr", "loc_ptr", "req_to_token_ptr", "full_to_swa_ptr")
@@ -76,6 +76,11 @@ def compile_kernel(
     assert compiled.asm["cubin"]
     # A program's shared memory: 227 KiB on Hopper and data center Blackwell, 99 KiB elsewhere.
     assert compiled.metadata.shared <= (99 if capability // 10 == 12 else 227) << 10, compiled.metadata.shared
+    if capability == 90 and kernel is attention_attend._attend_entries_kernel and num_warps == 8:
+        # Eight warps along 64 heads would do all products twice: see the branch in the kernel.
+        layouts = [line for line in compiled.asm["ttgir"].splitlines() if "nvidia_mma<" in line]
+        assert layouts
+        assert not any("warpsPerCTA = [8, 1]" in line for line in layouts), layouts
     # Columns of tensor memory, on data center Blackwell.
     assert (getattr(compiled.metadata, "tmem_size", 0) or 0) <= 512, compiled.metadata.tmem_size
 

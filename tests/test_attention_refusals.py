@@ -116,7 +116,7 @@ REFUSALS: dict[str, tuple[dict[str, object], str]] = {
     "out shape": (dict(out=torch.ones(ROWS, HEADS + 1, DIM)), r"out: expected shape \[3, 2, 64\], got \[3, 3, 64\]"),
     "out shares memory": (
         dict(out=torch.ones(1, HEADS, DIM).expand(ROWS, HEADS, DIM)),
-        "out: expected elements that do not share memory",
+        "out: expected strides by which no elements share memory",
     ),
     "list rows": (
         dict(compressed_rows=ints(ROWS + 1)),

@@ -57,7 +57,14 @@ def test_a_cpu_runs_the_small_cases_and_says_how_many_it_leaves_out(
     chosen = kernels.choose(CPU)
     assert {(case.rows, case.format) for case in chosen.attention} == {(1, "fp8"), (1, "bf16")}
     assert {(case.rows, case.entries) for case in chosen.indexer} == {(1, 1250), (1, 16_384)}
-    assert {case.ratio for case in chosen.compressor} == {0, 4, 128}
+    assert [case.id for case in chosen.compressor] == [
+        *(
+            f"{kind}, decode B=1{end}"
+            for kind in ("c4 core", "c4 indexer", "c128 core")
+            for end in ("", ", all complete")
+        ),
+        "window, 256 rows",
+    ]
     assert kernels.choose(torch.device("cuda")) == (attention.cases(), indexer.cases(), compressor.cases())
     assert kernels.left_out(torch.device("cuda")) == ""
     monkeypatch.setattr(attention, "cases", lambda: [SMALL, attention.Case(512, 64, "bf16")])

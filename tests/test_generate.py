@@ -171,33 +171,57 @@ class Interrupted(Exception):
     pass
 
 
+def interrupts(monkeypatch: pytest.MonkeyPatch, owner: object, name: str, nth: int, part: str | None = None) -> None:
+    """The nth call of a method, with `part` as its argument if given, raises before it does anything."""
+    method, calls = getattr(owner, name), 0
+
+    def wrapped(*given: Any) -> Any:
+        nonlocal calls
+        calls += part in (None, *given)
+        if calls == nth and part in (None, *given):
+            raise Interrupted
+        return method(*given)
+
+    monkeypatch.setattr(owner, name, wrapped)
+
+
+PLACES = [("schedule", 3), ("upload", 5), ("model", 4), *(("read", nth) for nth in range(2, 7)), ("commit", 6)]
+PLACES += [
+    ("_admit", 2),
+    ("_offer_blocks", 4),
+    ("_grow", 5),
+    ("_close", 6),
+    ("open", 2),
+    ("grow", 3),
+    ("trim_window", 3),
+]
+
+
 @each_device
 @pytest.mark.parametrize("drafts", [0, 3])
-@pytest.mark.parametrize("nth", range(2, 7), ids="step-{}".format)
-def test_an_interrupted_step_is_run_again(device: str, drafts: int, nth: int, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("place", "nth"), PLACES, ids=[f"{place}-{nth}" for place, nth in PLACES])
+def test_an_interrupted_step_is_run_again(
+    device: str, drafts: int, place: str, nth: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Also where all of it has been computed, and rows of state lie where others did that the step read."""
     served = case("small", device)
     engine = served.engine(max_requests=3, chunk_size=37, drafts=drafts)
     engine.speculation = Guesses(served, drafts)
     prompts = [served.tokens(length, seed=length) for length in (150, 60, 250)]
     requests = [engine.add(prompt, 10) for prompt in prompts]
-    read, calls = engine.statistics.timed, 0
-
-    def timed(part: str):  # type: ignore[no-untyped-def]
-        nonlocal calls
-        calls += part == "read"
-        if part == "read" and calls == nth:
-            raise Interrupted
-        return read(part)
-
-    monkeypatch.setattr(engine.statistics, "timed", timed)
+    scheduler = engine.scheduler
+    owner = next((each for each in (scheduler, scheduler._pool) if place != "commit" and hasattr(each, place)), None)
+    if owner is None:
+        interrupts(monkeypatch, engine.statistics, "timed", nth, place)
+    else:
+        interrupts(monkeypatch, owner, place, nth)
     with pytest.raises(Interrupted):
         engine.run()
     engine.run()
     requests += [engine.add(prompt, 10) for prompt in prompts]  # what they share came from interrupted steps
     engine.run()
     assert served.check(engine, requests) == 0
-    assert engine.scheduler.hit_tokens > 0
+    assert scheduler.hit_tokens > 0
 
 
 BAD_DRAFTS = {

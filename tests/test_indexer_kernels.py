@@ -185,13 +185,16 @@ SCORE_REFUSALS = COMMON_REFUSALS | {
     "rows of out": (dict(out=torch.zeros(2, 20)), "out: expected 3 elements, got 2"),
     "rows of out that share memory": (
         dict(out=torch.zeros(20).expand(3, 20)),
-        "out: expected elements that do not share",
+        "out: expected strides by which no elements share",
     ),
     "strides of out": (dict(out=torch.zeros(20, 3).T), r"out: expected unit column stride, got \[1, 3\]"),
 }
 SELECT_REFUSALS = COMMON_REFUSALS | {
     "out": (dict(out=torch.zeros(3, 4)), "out: expected dtype int32, got float32"),
-    "rows that share memory": (dict(out=poisoned(4).expand(3, 4)), "out: expected elements that do not share memory"),
+    "rows that share memory": (
+        dict(out=poisoned(4).expand(3, 4)),
+        "out: expected strides by which no elements share memory",
+    ),
     "raw is out": (dict(out=(both := poisoned(3, 4)), raw=both), "raw: expected memory of its own, got that of out"),
     "no column": (dict(out=poisoned(3, 0)), "out: expected at least one column, got none"),
     "raw": (dict(raw=poisoned(3, 5)), r"raw: expected the shape of out, \[3, 4\], got \[3, 5\]"),

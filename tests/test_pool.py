@@ -160,6 +160,9 @@ def test_changes_name_all_that_a_copy_must_follow() -> None:
     assert np.array_equal(copies[0], pool.req_to_token)
     assert np.array_equal(copies[1], pool.full_to_swa)
     assert pool.take_changes() == ([], [])
+    pool.forget_changes()
+    assert [len(part) for part in pool.take_changes()] == [5, 1]
+    assert pool.take_changes() == ([], [])
 
 
 def test_fresh_window_pages_are_reported_once() -> None:

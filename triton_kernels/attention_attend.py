@@ -169,11 +169,10 @@ def _attend_entries_kernel(
         )
         logit = tl.dot(q, tl.trans(entries), input_precision="ieee") * scale
         logit = tl.where(live[None, :], logit, float("-inf"))
-        above, shrink = most, most
-        weight = _operand(logit, FORMAT)
-        # Always so. Where Triton sees that one product follows from another, it gives all warps to the heads of the
-        # first one, and those that there are too many of repeat the work of others. The branch, which is gone in the
-        # end, keeps it from seeing that.
+        # Always so; values of the other case are never used. Where Triton sees that one product follows from another,
+        # it gives all warps to the heads of the first one, and those that there are too many of repeat the work of
+        # others. The branch, which is gone in the end, keeps it from seeing that.
+        above, shrink, weight = most, most, _operand(logit, FORMAT)
         if block < last:
             above = tl.maximum(most, tl.max(logit, 1))
             exact = tl.exp2(logit - above[:, None])

@@ -103,11 +103,9 @@ def generate(
         seconds = time.perf_counter() - start
     _print_report(console, engine, seconds)
     different = check and not _same_tokens(console, hf, engine, served)
-    if engine.executor == "cuda_graph":
-        spent = statistics.median(metadata_us(engine))
-        console.print(
-            f"metadata and plans of a step of {engine.max_requests:,} requests: {spent:.1f} us of GPU time in its graph"
-        )
+    if engine.executor == "cuda_graph" and (samples := metadata_us(engine)):
+        spent, size = statistics.median(samples), engine.max_requests
+        console.print(f"metadata and plans of a step of {size:,} requests: {spent:.1f} us of GPU time in its graph")
     if different:
         raise typer.Exit(1)
 

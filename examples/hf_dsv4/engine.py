@@ -209,7 +209,7 @@ class Engine:
     def step(self) -> list[Request] | None:
         """Runs one step. Returns the requests that it finished; None when there is nothing left to do.
 
-        Whatever interrupts it, the engine can go on: the step's requests then compute all of their tokens again.
+        The engine can go on after any exception in it: the step's requests then compute all of their tokens again.
 
         Raises:
             RuntimeError: there is no speculation for the drafts that are wanted.
@@ -221,12 +221,12 @@ class Engine:
             return None
         try:
             tokens = self._run(step)
+            with self.statistics.timed("commit"):
+                self._count(step, tokens)
+                return self.scheduler.commit(step, tokens)
         except BaseException:
             self.scheduler.abandon(step)
             raise
-        with self.statistics.timed("commit"):
-            self._count(step, tokens)
-            return self.scheduler.commit(step, tokens)
 
     def _run(self, step: Step) -> list[list[int]]:
         """For each request of a step the tokens that it goes on with."""

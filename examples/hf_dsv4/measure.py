@@ -27,7 +27,8 @@ def metadata_us(engine: Engine, steps: int = 5) -> list[float]:
     Args:
         engine: with nothing to do, captured, its executor "cuda_graph"; requests may have 33 tokens. Nothing should be
             timed afterwards: once a profiler has run in a process, every launch takes longer.
-        steps: how many steps to measure; fewer where `max_len` has no room for them.
+        steps: how many steps to measure; fewer, or none, where `max_len` has no room for `max_requests` requests to run
+            side by side for so long.
 
     Returns:
         A sample a step, ascending.
@@ -40,6 +41,8 @@ def metadata_us(engine: Engine, steps: int = 5) -> list[float]:
     served = engine.statistics.bucket_steps
     while engine.step() is not None and engine.statistics.bucket_steps == served:
         pass
-    samples = [kernel_us(engine.step, METADATA_KERNELS) for _ in range(steps)]
+    samples: list[float] = []
+    while len(samples) < steps and len(engine.scheduler.running) == engine.max_requests:
+        samples.append(kernel_us(engine.step, METADATA_KERNELS))
     engine.run()
-    return sorted(sample for sample in samples if sample)
+    return sorted(samples)

@@ -184,7 +184,11 @@ class Scheduler:
         A row that was stored may have taken the place, in a ring, of one that the step would read again.
         """
         for request in [each for each in reversed(self._running) if each in step.requests]:
-            self._put_back(request)
+            if request.remaining:
+                self._put_back(request)
+            else:  # it has all of its tokens
+                self._close(request)
+                self._running.remove(request)
 
     def _prompts(self) -> list[tuple[Request, int]]:
         batch: list[tuple[Request, int]] = []
@@ -224,17 +228,17 @@ class Scheduler:
         if not self._waiting or not self._pool.free_rows:
             return None
         request, pool = self._waiting[0], self._pool
+        self._close(request)  # it has a row if something interrupted the lines below
         self._name_blocks(request)
         # At least one token is left to compute: its row gives the next token.
         shared = self._prefixes.match(request.chain, (len(request.tokens) - 1) // self._block)
         idle = self._prefixes.idle_pages - sum(pool.refs[page] == 1 for page in shared)
         if -(-len(request.tokens) // pool.page_size) - len(shared) > pool.free_pages + idle:
             return None
-        self._waiting.popleft()
         request.row, request.length = pool.open(shared, self._window), len(shared) * pool.page_size
         request.offered = request.length // self._block
         self.hit_tokens += request.length
-        self._running.append(request)
+        self._running.append(self._waiting.popleft())
         return request
 
     def _grow(self, request: Request, rows: int) -> int:
@@ -260,7 +264,8 @@ class Scheduler:
         self._waiting.appendleft(request)
 
     def _close(self, request: Request) -> None:
-        self._pool.close(request.row)
+        if request.row:
+            self._pool.close(request.row)
         request.row = request.length = 0
 
     def _offer_blocks(self, request: Request) -> None:
