@@ -122,8 +122,8 @@ def index_scores(
             (`AttnMetadata.page_table`). Entry w of row t is at slot page_table[t, w // E] * E + w % E.
         lengths: int32 [T], any stride: entries of each row (`AttnMetadata.c4_lengths`).
         out: float32 [T, N], unit column stride, rows that do not overlap. Columns below min(lengths[t], N) are written,
-            others not touched.
-            Entries beyond the page table, and on pages that the pool does not have, score minus infinity.
+            others not touched. Entries beyond the page table, and on pages that the pool does not have, score minus
+            infinity.
         table_rows: int32 [T], any stride: row of `page_table`, then [R, P], that serves row t
             (`AttnMetadata.table_rows`); a row that is not there has no pages. None: row t serves row t.
         impl: as for `index_query`.
@@ -179,8 +179,8 @@ def select_topk(
         page_entries: entries of a page.
         out: int32 [T, k], k >= 1, unit column stride: slots, -1 behind them. A selected entry whose page is not in the
             page table or not in the pool is -1, too, in its place.
-        raw: int32 [T, k] like `out`, or None: the entries themselves, -1 behind them. No two rows overlap,
-            of both.
+        raw: int32 [T, k] like `out`, or None: the entries themselves, -1 behind them. No row of either overlaps
+            another.
         table_rows: as for `index_scores`.
         num_pages: pages of the pool; None: as many as int32 slots allow.
         impl: as for `index_query`.

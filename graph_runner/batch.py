@@ -101,17 +101,17 @@ class DraftBatch(_Derived):
     variant: str = ""
 
     def __post_init__(self) -> None:
-        _expect("req_pool_indices", self.req_pool_indices, INTS, 1)
-        _expect("topk_p", self.topk_p, FLOATS, 2)
+        expect_tensor("req_pool_indices", self.req_pool_indices, INTS, 1)
+        expect_tensor("topk_p", self.topk_p, FLOATS, 2)
         size, topk = self.req_pool_indices.shape[0], self.topk_p.shape[1]
         if topk < 1:
             raise ValueError(f"topk_p: expected at least one column, got shape {list(self.topk_p.shape)}")
-        _expect("topk_p", self.topk_p, FLOATS, 2, (size, topk))
-        _expect("topk_index", self.topk_index, INTS, 2, (size, topk))
-        _expect("seq_lens", self.seq_lens, INTS, 1, (size,))
-        _expect("positions", self.positions, INTS, 1, (size * topk,))
-        _expect("out_cache_loc", self.out_cache_loc, INTS, 1)
-        _expect("hidden_states", self.hidden_states, None, 2)
+        expect_tensor("topk_p", self.topk_p, FLOATS, 2, (size, topk))
+        expect_tensor("topk_index", self.topk_index, INTS, 2, (size, topk))
+        expect_tensor("seq_lens", self.seq_lens, INTS, 1, (size,))
+        expect_tensor("positions", self.positions, INTS, 1, (size * topk,))
+        expect_tensor("out_cache_loc", self.out_cache_loc, INTS, 1)
+        expect_tensor("hidden_states", self.hidden_states, None, 2)
         if self.hidden_states.shape[0] != size:
             raise ValueError(f"hidden_states: expected {size} rows, got shape {list(self.hidden_states.shape)}")
         slots, lanes = self.out_cache_loc.shape[0], size * topk
@@ -120,7 +120,7 @@ class DraftBatch(_Derived):
                 f"out_cache_loc: expected a multiple of {lanes} slots (B {size} * topk {topk}), got {slots}"
             )
         if self.seq_lens_cpu is not None:
-            _expect("seq_lens_cpu", self.seq_lens_cpu, INTS, 1, (size,))
+            expect_tensor("seq_lens_cpu", self.seq_lens_cpu, INTS, 1, (size,))
             if self.seq_lens_cpu.device.type != "cpu":
                 raise ValueError(f"seq_lens_cpu: expected a tensor on cpu, got one on {self.seq_lens_cpu.device}")
         if not isinstance(self.variant, str):
@@ -215,7 +215,7 @@ class DraftOutput:
         return DraftOutput(self.draft_tokens.clone(), self.parents.clone(), self.scores.clone(), self.fallback_reason)
 
 
-def _expect(
+def expect_tensor(
     name: str,
     value: object,
     dtypes: tuple[torch.dtype, ...] | None,

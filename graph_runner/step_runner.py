@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from dsv4_graph_runner.batch import expect_tensor
 from dsv4_graph_runner.buckets import BucketPolicy
 from dsv4_graph_runner.capture import CudaGraphExecutor, EagerExecutor, Executor, Progress, capture_all
 from dsv4_graph_runner.device import normal_device
@@ -190,15 +191,10 @@ class StepGraphRunner:
                 raise ValueError(f"model: expected {rows} rows in tensor {i}, got shape {list(each.shape)}")
         return returned
 
-    def _check_ids(self, ids: object, num_rows: int) -> None:
-        if not isinstance(ids, torch.Tensor):
-            raise ValueError(f"ids: expected a torch.Tensor, got {type(ids).__name__}")
-        if ids.dtype not in (torch.int32, torch.int64):
-            raise ValueError(f"ids: expected dtype int32 or int64, got {str(ids.dtype).removeprefix('torch.')}")
-        if ids.ndim != 1 or ids.shape[0] != num_rows or ids.device != self._device:
-            raise ValueError(
-                f"ids: expected {num_rows} tokens on {self._device}, got {list(ids.shape)} on {ids.device}"
-            )
+    def _check_ids(self, ids: torch.Tensor, num_rows: int) -> None:
+        expect_tensor("ids", ids, (torch.int32, torch.int64), 1, (num_rows,))
+        if ids.device != self._device:
+            raise ValueError(f"ids: expected tokens on {self._device}, got {ids.device}")
 
     def _why_no_bucket(self, batch: StepBatch) -> str:
         size = batch.batch_size

@@ -96,9 +96,7 @@ def attend(
 
 def rotate_back(values: torch.Tensor, positions: torch.Tensor, rope: torch.Tensor) -> torch.Tensor:
     """float32 [n, H, D]: the last channels turned by minus the position; 0 for a position outside of the table."""
-    known = (positions >= 0) & (positions < len(rope))
-    angles = rope[positions.where(known, 0).long()].where(known[:, None], 0.0)
-    cos, sin = angles.unflatten(-1, (-1, 2)).unbind(dim=-1)
+    cos, sin = kv_store.angles_at(positions, rope).unflatten(-1, (-1, 2)).unbind(dim=-1)
     back = torch.stack((cos, -sin), dim=-1).flatten(-2)
     heads = values.shape[1]
     row = torch.arange(len(values), device=values.device).repeat_interleave(heads)

@@ -23,11 +23,8 @@ def index_query(
 ) -> None:
     """Fills `values` and `weights`; arguments as in `dsv4_backend.indexer.index_query`."""
     num_rows, heads, dim = q.shape
-    known = (positions >= 0) & (positions < len(rope))
-    # Positions that the table does not have turn their channels to nothing.
-    table = rope[positions.where(known, 0).long()] * known[:, None]
-    row = repeat(torch.arange(num_rows, device=q.device), "row -> (row head)", head=heads)
-    vectors = kv_store.rotate(rearrange(q.float(), "row head channel -> (row head) channel"), row, table)
+    each = repeat(positions, "row -> (row head)", head=heads)
+    vectors = kv_store.rotate(rearrange(q.float(), "row head channel -> (row head) channel"), each, rope)
     if keys.layout.hadamard:
         vectors = kv_store.hadamard(vectors)
     scaled = head_weights.float() * (dim**-0.5 * heads**-0.5)

@@ -42,11 +42,15 @@ def rotate(values: torch.Tensor, positions: torch.Tensor, rope: torch.Tensor) ->
     """
     rest, turning = values.split((values.shape[-1] - rope.shape[1], rope.shape[1]), dim=-1)
     even, odd = rearrange(turning, "n (pair two) -> two n pair", two=2)
-    known = (positions >= 0) & (positions < len(rope))
-    angles = rope[positions.long().where(known, 0)].where(known[:, None], 0.0)
-    cos, sin = rearrange(angles, "n (pair two) -> two n pair", two=2)
+    cos, sin = rearrange(angles_at(positions, rope), "n (pair two) -> two n pair", two=2)
     turned = rearrange([even * cos - odd * sin, even * sin + odd * cos], "two n pair -> n (pair two)")
     return torch.cat((rest, turned), dim=-1)
+
+
+def angles_at(positions: torch.Tensor, rope: torch.Tensor) -> torch.Tensor:
+    """Rows of `rope`, 0 for a position that it does not have."""
+    known = (positions >= 0) & (positions < len(rope))
+    return rope[positions.where(known, 0).long()].where(known[:, None], 0.0)
 
 
 def hadamard(values: torch.Tensor) -> torch.Tensor:

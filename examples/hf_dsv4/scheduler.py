@@ -173,8 +173,7 @@ class Scheduler:
             if request.remaining:
                 self._pool.trim_window(request.row, request.length - self._window)
             else:
-                self._close(request)
-                self._running.remove(request)
+                self._leave(request)
                 finished.append(request)
         return finished
 
@@ -187,8 +186,7 @@ class Scheduler:
             if request.remaining:
                 self._put_back(request)
             else:  # it has all of its tokens
-                self._close(request)
-                self._running.remove(request)
+                self._leave(request)
 
     def _prompts(self) -> list[tuple[Request, int]]:
         batch: list[tuple[Request, int]] = []
@@ -257,11 +255,14 @@ class Scheduler:
 
     def _put_back(self, request: Request) -> None:
         """Gives all up that a request holds, which goes to the front of the queue."""
-        self._close(request)
-        self._running.remove(request)
+        self._leave(request)
         request.put_back += 1
         self.put_back += 1
         self._waiting.appendleft(request)
+
+    def _leave(self, request: Request) -> None:
+        self._close(request)
+        self._running.remove(request)
 
     def _close(self, request: Request) -> None:
         if request.row:
