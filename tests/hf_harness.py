@@ -7,6 +7,7 @@ from collections.abc import Iterable, Sequence
 from functools import cache
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -16,7 +17,7 @@ from dsv4_examples.hf_dsv4.configs import CONFIGS
 from dsv4_examples.hf_dsv4.engine import Engine
 from dsv4_examples.hf_dsv4.model import FlatModel
 from dsv4_examples.hf_dsv4.reference import Reference, compare, generate_with_hugging_face
-from dsv4_examples.hf_dsv4.scheduler import Request
+from dsv4_examples.hf_dsv4.scheduler import Request, Step
 
 TINY = CONFIGS["tiny"]
 SMALL = dataclasses.replace(
@@ -95,3 +96,21 @@ class Case:
 @cache
 def case(name: str, device: str = "cpu") -> Case:
     return Case(name, device)
+
+
+class Guesses:
+    """Drafts that are Hugging Face's tokens up to a random place, and wrong behind it."""
+
+    def __init__(self, served: Case, drafts: int) -> None:
+        self.served, self.drafts, self.rng = served, drafts, np.random.default_rng(drafts)
+
+    def propose(self, step: Step) -> torch.Tensor:
+        rows = []
+        for request in step.requests:
+            prompt = request.tokens[: request.prompt_length]
+            known = list(self.served.reference(prompt, request.max_new_tokens).tokens[len(request.output) :])
+            right = self.rng.integers(self.drafts + 1)
+            row = (known + [0] * self.drafts)[: self.drafts]
+            vocabulary = self.served.vocabulary
+            rows.append([token if i < right else (token + 1) % vocabulary for i, token in enumerate(row)])
+        return torch.tensor(rows, device=self.served.device)

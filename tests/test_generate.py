@@ -5,10 +5,10 @@ from __future__ import annotations
 import re
 import subprocess
 import sys
+from collections.abc import Callable
 from functools import cache
 from importlib import import_module
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -19,11 +19,11 @@ pytest.importorskip("transformers", minversion="5.17")
 
 from dsv4_backend import CacheSize, ForwardMode
 from dsv4_backend.cli import app
+from dsv4_examples.hf_dsv4 import measure
 from dsv4_examples.hf_dsv4.engine import Engine
 from dsv4_examples.hf_dsv4.measure import METADATA_KERNELS, metadata_us, warm_up
 from dsv4_examples.hf_dsv4.reference import Reference, compare
-from dsv4_examples.hf_dsv4.scheduler import Step
-from hf_harness import Case, case, each_device, each_model
+from hf_harness import Case, Guesses, case, each_device, each_model
 from layout import ROOT
 from test_readme import blocks
 
@@ -133,24 +133,6 @@ def test_random_schedules(device: str, seed: int) -> None:
     assert sum(engine.scheduler.put_back for engine in engines) > 0
 
 
-class Guesses:
-    """Drafts that are Hugging Face's tokens up to a random place, and wrong behind it."""
-
-    def __init__(self, served: Case, drafts: int) -> None:
-        self.served, self.drafts, self.rng = served, drafts, np.random.default_rng(drafts)
-
-    def propose(self, step: Step) -> torch.Tensor:
-        rows = []
-        for request in step.requests:
-            prompt = request.tokens[: request.prompt_length]
-            known = list(self.served.reference(prompt, request.max_new_tokens).tokens[len(request.output) :])
-            right = self.rng.integers(self.drafts + 1)
-            row = (known + [0] * self.drafts)[: self.drafts]
-            vocabulary = self.served.vocabulary
-            rows.append([token if i < right else (token + 1) % vocabulary for i, token in enumerate(row)])
-        return torch.tensor(rows, device=self.served.device)
-
-
 @each_device
 @pytest.mark.parametrize("ragged", [False, True], ids=["uniform", "ragged"])
 @pytest.mark.parametrize("drafts", [1, 3, 7])
@@ -165,103 +147,6 @@ def test_verified_drafts_change_nothing(device: str, drafts: int, ragged: bool) 
     assert engine.statistics.tokens == 12 * len(requests)
     verified = engine.statistics.steps[ForwardMode.TARGET_VERIFY.value]
     assert (engine.statistics.bucket_steps < verified) == ragged
-
-
-class Interrupted(Exception):
-    pass
-
-
-def interrupts(monkeypatch: pytest.MonkeyPatch, owner: object, name: str, nth: int, part: str | None = None) -> None:
-    """The nth call of a method, with `part` as its argument if given, raises before it does anything."""
-    method, calls = getattr(owner, name), 0
-
-    def wrapped(*given: Any) -> Any:
-        nonlocal calls
-        calls += part in (None, *given)
-        if calls == nth and part in (None, *given):
-            raise Interrupted
-        return method(*given)
-
-    monkeypatch.setattr(owner, name, wrapped)
-
-
-PLACES = [("schedule", 3), ("upload", 5), ("model", 4), *(("read", nth) for nth in range(2, 7)), ("commit", 6)]
-PLACES += [
-    ("_admit", 2),
-    ("_offer_blocks", 4),
-    ("_grow", 5),
-    ("_close", 6),
-    ("open", 2),
-    ("grow", 3),
-    ("trim_window", 3),
-]
-
-
-@each_device
-@pytest.mark.parametrize("drafts", [0, 3])
-@pytest.mark.parametrize(("place", "nth"), PLACES, ids=[f"{place}-{nth}" for place, nth in PLACES])
-def test_an_interrupted_step_is_run_again(
-    device: str, drafts: int, place: str, nth: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Also where all of it has been computed, and rows of state lie where others did that the step read."""
-    served = case("small", device)
-    engine = served.engine(max_requests=3, chunk_size=37, drafts=drafts)
-    engine.speculation = Guesses(served, drafts)
-    prompts = [served.tokens(length, seed=length) for length in (150, 60, 250)]
-    requests = [engine.add(prompt, 10) for prompt in prompts]
-    scheduler = engine.scheduler
-    owner = next((each for each in (scheduler, scheduler._pool) if place != "commit" and hasattr(each, place)), None)
-    if owner is None:
-        interrupts(monkeypatch, engine.statistics, "timed", nth, place)
-    else:
-        interrupts(monkeypatch, owner, place, nth)
-    with pytest.raises(Interrupted):
-        engine.run()
-    engine.run()
-    requests += [engine.add(prompt, 10) for prompt in prompts]  # what they share came from interrupted steps
-    engine.run()
-    assert served.check(engine, requests) == 0
-    assert scheduler.hit_tokens > 0
-
-
-BAD_DRAFTS = {
-    "none": (lambda good: None, "drafts: expected a torch.Tensor, got NoneType"),
-    "list": (lambda good: good.tolist(), "drafts: expected a torch.Tensor, got list"),
-    "wide": (lambda good: torch.cat((good, good), dim=1), "drafts: expected 3 columns, got 6"),
-    "narrow": (lambda good: good[:, :2], "drafts: expected 3 columns, got 2"),
-    "flat": (lambda good: good.flatten(), "drafts: expected 2 dimensions"),
-    "rows": (lambda good: good[1:], "drafts: expected 3 elements, got 2"),
-    "float": (lambda good: good.float(), "drafts: expected dtype int32 or int64, got float32"),
-}
-
-
-@each_device
-@pytest.mark.parametrize("bad", BAD_DRAFTS.values(), ids=BAD_DRAFTS)
-def test_bad_drafts_are_refused_and_the_engine_goes_on(device: str, bad: tuple[Any, str]) -> None:
-    served = case("small", device)
-    engine = served.engine(max_requests=3, drafts=3)
-    good = engine.speculation = Guesses(served, 3)
-    propose = good.propose
-    good.propose = lambda step: bad[0](propose(step))  # type: ignore[method-assign]
-    requests = [engine.add(served.tokens(length, seed=length), 10) for length in (40, 60, 9)]
-    with pytest.raises(ValueError, match=bad[1]):
-        engine.run()
-    good.propose = propose  # type: ignore[method-assign]
-    engine.run()
-    assert served.check(engine, requests) == 0
-
-
-@each_device
-@pytest.mark.parametrize("token", [-1, 10**9, -(2**31)])
-def test_drafts_outside_of_the_vocabulary_are_wrong_drafts(device: str, token: int) -> None:
-    served = case("small", device)
-    engine = served.engine(max_requests=3, drafts=3)
-    good = engine.speculation = Guesses(served, 3)
-    propose = good.propose
-    good.propose = lambda step: torch.full_like(propose(step), token)  # type: ignore[method-assign]
-    requests = [engine.add(served.tokens(length, seed=length), 10) for length in (40, 60, 9)]
-    engine.run()
-    assert served.check(engine, requests) == 0
 
 
 @pytest.mark.gpu
@@ -305,6 +190,25 @@ def test_metadata_kernels_are_named() -> None:
     modules = [import_module(f"dsv4_triton_kernels.{name}") for name in ("metadata", "planner", "planner_chunked")]
     names = {name for module in modules for name in vars(module) if re.fullmatch(r"_(build|plan)\w*_kernel", name)}
     assert names == set(METADATA_KERNELS)
+
+
+@pytest.mark.parametrize(("max_len", "samples"), [(300, 5), (40, 0)])
+def test_steps_of_all_requests_are_measured(max_len: int, samples: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With little room early requests end before the last prompt does; then there is nothing to measure."""
+    engine = case("small", "cpu").engine(max_requests=6, max_len=max_len, chunk_size=16)
+    sizes: list[int] = []
+
+    def kernel_us(step: Callable[[], object], names: object) -> float:
+        sizes.append(len(engine.scheduler.running))
+        before = engine.statistics.bucket_steps
+        step()
+        assert engine.statistics.bucket_steps == before + 1
+        return 1.0
+
+    monkeypatch.setattr(measure, "kernel_us", kernel_us)
+    assert metadata_us(engine) == [1.0] * samples
+    assert sizes == [6] * samples
+    assert not engine.scheduler.running
 
 
 @pytest.mark.gpu

@@ -7,10 +7,13 @@ from collections.abc import Sequence
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from dsv4_backend import RequestTables, table_mirror
 from dsv4_backend.replay import PagePool, PrefixCache
+from dsv4_backend.table_mirror import TableMirror
 
 WINDOW, BLOCK = 128, 512
 
@@ -338,3 +341,27 @@ def test_no_sequence_of_calls_loses_a_page(window_page: int, data: st.DataObject
         pool.close(row)
     cache.evict(100, 100)
     assert (pool.free_pages, pool.free_window_pages) == (pool.num_pages, pool.num_window_pages)
+
+
+def test_tables_are_copied_whole_after_a_copy_that_failed(monkeypatch: pytest.MonkeyPatch) -> None:
+    pool = PagePool(page_size=256, window_page_size=128, num_pages=6, num_window_pages=9, max_requests=2, max_len=1024)
+    mirror = TableMirror(pool, torch.device("cpu"))
+    # As on a GPU: tables of their own.
+    own = RequestTables(mirror.tables.req_to_token.clone(), mirror.tables.full_to_swa.clone())
+    monkeypatch.setattr(mirror, "_shared", False)
+    monkeypatch.setattr(mirror, "tables", own)
+    mirror.refresh()
+    row = pool.open()
+
+    def fails(*given: object) -> None:
+        raise MemoryError
+
+    pool.grow(row, 300)
+    with monkeypatch.context() as broken:
+        broken.setattr(table_mirror, "_copy_ranges", fails)
+        with pytest.raises(MemoryError):
+            mirror.refresh()
+    pool.trim_window(row, 128)
+    mirror.refresh()
+    assert own.req_to_token.tolist() == pool.req_to_token.tolist()
+    assert own.full_to_swa.tolist() == pool.full_to_swa.tolist()
